@@ -1,0 +1,1 @@
+"""drumline runs one model on many worker processes as if it were one."""

@@ -1,0 +1,156 @@
+"""Messages between the front end (API server, LLM) and the engine core, and the front end's view of an engine.
+
+Requests and outputs are msgspec messages over ZMQ on unix sockets. Start, phases, failures and stop go over the
+engine core's control connection.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from drumline.errors import FailureReport
+from drumline.plan.sampling import SamplingParams
+from drumline.plan.step import TokenLogprobs
+
+
+class EngineRequest(msgspec.Struct, tag="add", kw_only=True):
+    """One prompt, one output sequence (the front end splits ``n`` > 1)."""
+
+    request_id: str
+    """Unique among running requests of the engine."""
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    """``max_tokens`` already resolved; ``stop`` strings are the front end's work, the core ignores them."""
+    seed: int
+    """Resolved 64-bit seed."""
+    eos_token_ids: list[int] = []
+    """Tokens that end the output, unless ``sampling.ignore_eos``."""
+    priority: int = 0
+    cache_salt: str = ""
+    """Requests share prefix blocks only with those of the same salt."""
+    arrival: float = msgspec.field(default_factory=time.time)
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """End these requests; no output of theirs will follow."""
+
+    request_ids: list[str]
+
+
+class UtilityCall(msgspec.Struct, tag="call", kw_only=True):
+    """Call a method of the engine core."""
+
+    call_id: int
+    method: str
+    args: list[Any] = []
+
+
+class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """New tokens of one request."""
+
+    request_id: str
+    first_index: int
+    """Output index of the first of ``token_ids``; a client drops what it has already."""
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] = []
+    """One for each token, or empty if not asked for."""
+    finish_reason: str | None = None
+    """``stop``, ``length``, ``abort``, ``error``, or None while it goes on."""
+    stop_reason: int | str | None = None
+    """Token id that stopped it, if it was not the end-of-sequence token."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    message: str = ""
+    """What went wrong, with finish_reason ``error``."""
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """State of the scheduler after a step; counters count from the start of the engine."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    """Those found."""
+    preemptions: int = 0
+    steps: int = 0
+
+
+class EngineOutputs(msgspec.Struct, tag="outputs", kw_only=True):
+    """What one step gave."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+class UtilityResult(msgspec.Struct, tag="result", kw_only=True):
+    """Answer to a UtilityCall."""
+
+    call_id: int
+    value: Any = None
+    error: FailureReport | None = None
+
+
+class EngineInfo(msgspec.Struct, kw_only=True):
+    """What the engine core says when it is ready."""
+
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    dtype: str
+    model_type: str = ""
+
+
+class ProcessState(msgspec.Struct, kw_only=True):
+    """One process, as ``/startupz`` and the process table show it."""
+
+    name: str
+    """``EngineCore_DP0``, ``Worker_TP1``, ``ForkServer`` ..."""
+    pid: int = 0
+    rank: int | None = None
+    phase: str = "starting"
+    """``starting``, ``imports``, ``init_device``, ``load_model 40%``, ``ready`` ..."""
+
+
+class AsyncEngine(Protocol):
+    """An engine as the API server sees it. Methods are called on one asyncio loop."""
+
+    async def start(self) -> EngineInfo:
+        """Start all processes. StartupError if one fails; whatever did start is ended then."""
+
+    def processes(self) -> Sequence[ProcessState]:
+        """All processes of this engine, the caller's own included. Useful during the start too."""
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """None until it is ready."""
+
+    @property
+    def failure(self) -> FailureReport | None:
+        """Root cause, once the engine is dead."""
+
+    def stats(self) -> EngineStats:
+        """Of the last step."""
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request. Closing the iterator aborts the request. EngineDeadError if the engine dies."""
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; their iterators end with finish_reason ``abort``."""
+
+    async def call(self, method: str, *args: Any, timeout: float = 60.0) -> Any:
+        """Call a method of the engine core. RemoteCallError if it raises."""
+
+    async def wait_dead(self) -> FailureReport:
+        """Wait until the engine dies; its root cause."""
+
+    async def shutdown(self) -> None:
+        """End all processes (ladder). Idempotent."""

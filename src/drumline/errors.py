@@ -1,0 +1,163 @@
+"""All exceptions of drumline, and the failure report that some of them carry.
+
+The tree::
+
+    DrumlineError
+    +-- ConfigError (ValueError)            what was asked for cannot work
+    |   +-- UnsupportedModelError           this model cannot be served or split
+    +-- RequestError (ValueError)           one request is wrong; the engine is fine
+    +-- TransportError
+    |   +-- MessageTooLargeError (ValueError)
+    |   +-- ChannelClosedError              the other side is gone or the channel was shut down
+    +-- RPCTimeoutError (TimeoutError)      a call did not end before its deadline
+    +-- RemoteCallError                     a worker method raised; the executor stays usable
+    +-- FailedError                         carries a FailureReport: something broke for good
+        +-- StartupError                    before it was ready
+        +-- ExecutorFailedError             a worker died or hangs; the executor is broken
+        +-- EngineDeadError                 the engine core is gone; every request is lost
+
+This module imports nothing of drumline, neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+
+import msgspec
+
+
+class ExitCode(enum.IntEnum):
+    """Exit codes of the ``drumline`` command (documented in the README)."""
+
+    OK = 0
+    USAGE = 2
+    START_FAILED = 3
+    WORKER_DIED = 4
+    STALLED = 5
+    NODE_LOST = 6
+    INTERNAL = 7
+    INTERRUPTED = 130
+
+
+class FailureReport(msgspec.Struct, kw_only=True):
+    """What broke, where and why: one for each failure, msgpack-encodable.
+
+    ``time`` is ``time.time()`` of the moment the failure was noticed by the one who could see it first; the report
+    with the smallest time is the root cause and the others are folded under it (``folded``).
+    """
+
+    role: str
+    """Log prefix of the process, such as ``Worker_TP1``, ``EngineCore_DP0``, ``ForkServer``."""
+    rank: int | None = None
+    host: str = ""
+    pid: int = 0
+    phase: str = ""
+    """Where in its life the process was: ``starting``, ``init_device``, ``load_model``, ``execute_model`` ..."""
+    step: int | None = None
+    what: str = "exception"
+    """``exception``, ``signal``, ``exit``, ``oom``, ``hang``, ``node lost``."""
+    type: str = ""
+    """Class name of the exception, name of the signal (``SIGKILL``) or ``exit code 3``."""
+    message: str = ""
+    traceback: str = ""
+    log_file: str = ""
+    log_tail: str = ""
+    """Last lines of the process's log file, where it could not say anything itself."""
+    time: float = msgspec.field(default_factory=time.time)
+    folded: list[FailureReport] = msgspec.field(default_factory=list)
+    """Later failures, most likely consequences of this one."""
+
+    def headline(self) -> str:
+        """One line: who, where, what."""
+        rank = f" rank {self.rank}" if self.rank is not None else ""
+        where = f" during {self.phase}" if self.phase else ""
+        step = f" (step {self.step})" if self.step is not None else ""
+        what = {
+            "exception": f"raised {self.type}: {self.message}" if self.message else f"raised {self.type}",
+            "signal": f"was killed by {self.type}",
+            "exit": f"ended with {self.type}",
+        }.get(self.what, f"{self.what} {self.type} {self.message}".strip())
+        return f"{self.role}{rank} (pid {self.pid}) {what}{where}{step}"
+
+    def text(self) -> str:
+        """The whole report as printed on the console and as carried in the text of exceptions."""
+        lines = [self.headline()]
+        if self.what != "exception" and self.message:
+            lines.append(self.message)
+        if self.traceback:
+            lines.append(self.traceback.rstrip())
+        if self.log_tail:
+            lines.append("last lines of its log:")
+            lines.extend(f"  {line}" for line in self.log_tail.rstrip().splitlines())
+        if self.log_file:
+            lines.append(f"log file: {self.log_file}")
+        lines.extend(f"then: {other.headline()}" for other in self.folded)
+        return "\n".join(lines)
+
+
+class DrumlineError(Exception):
+    """Base of all exceptions of drumline. Catch it to catch them all."""
+
+
+class ConfigError(DrumlineError, ValueError):
+    """The configuration cannot work. The message says which option to change; nothing was started."""
+
+
+class UnsupportedModelError(ConfigError):
+    """This model cannot be served or split as asked. The message names the model and the reason."""
+
+
+class RequestError(DrumlineError, ValueError):
+    """One request is wrong (too long, a bad parameter). Fix the request; the engine is not affected."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class TransportError(DrumlineError):
+    """A channel between processes cannot do what was asked. See its subclasses."""
+
+
+class MessageTooLargeError(TransportError, ValueError):
+    """A message is larger than the channel allows. Make it smaller or the ring larger (``--mq-slots``)."""
+
+
+class ChannelClosedError(TransportError):
+    """The channel was shut down or its other side is gone. Whoever owns the channel knows why."""
+
+
+class RPCTimeoutError(DrumlineError, TimeoutError):
+    """A call did not end before its deadline ("RPC call to {method} timed out."). Its late answer will be dropped."""
+
+
+class RemoteCallError(DrumlineError, RuntimeError):
+    """A method raised on a worker, and every rank ended the call: the executor stays usable.
+
+    ``report`` has rank, type, message and traceback of the first rank that failed.
+    """
+
+    def __init__(self, report: FailureReport) -> None:
+        super().__init__(report.text())
+        self.report = report
+
+
+class FailedError(DrumlineError, RuntimeError):
+    """Something broke for good. ``report`` says what was first; start a new engine."""
+
+    def __init__(self, report: FailureReport, message: str = "") -> None:
+        super().__init__(f"{message}\n{report.text()}" if message else report.text())
+        self.report = report
+
+
+class StartupError(FailedError):
+    """Processes could not be started or did not become ready. All that did start has been ended."""
+
+
+class ExecutorFailedError(FailedError):
+    """A worker died, or the ranks can no longer finish a call together. Every later call raises this too."""
+
+
+class EngineDeadError(FailedError):
+    """The engine core is gone and with it all its requests. Start a new engine."""

@@ -1,0 +1,74 @@
+"""The Worker protocol: what the executor may call on a worker class.
+
+The executor checks no interface: any class whose constructor takes :class:`WorkerContext` runs in the same loop, and
+``collective_rpc`` calls whatever method it is told to. The methods below are those that the language-model engine
+calls, in the order in which it calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from drumline.config import EngineConfig
+from drumline.plan.kv import KVConfig, KVSpec
+from drumline.plan.step import StepOutput, StepPlan
+
+
+@dataclass(kw_only=True)
+class WorkerContext:
+    """What a worker is told when it is made."""
+
+    config: EngineConfig
+    rank: int
+    """Rank in the executor's world."""
+    local_rank: int
+    """Rank among the workers of this machine; picks the device."""
+    distributed_init_method: str
+    """Rendezvous, such as ``file:///proc/self/fd/7``; empty for world size 1."""
+    is_driver: bool
+    """TP place is 0."""
+    set_phase: Callable[[str], None] = field(default=lambda phase: None)
+    """Tells the owner what the worker is doing (``load_model 40%``); counts as progress."""
+    set_name: Callable[[str], None] = field(default=lambda name: None)
+    """Sets process title and log prefix; called when the groups exist (``Worker_TP1``)."""
+
+
+class Worker(Protocol):
+    """Methods that the language-model engine calls."""
+
+    def __init__(self, context: WorkerContext) -> None: ...
+
+    def init_device(self) -> None:
+        """Open the device, join the process groups."""
+
+    def load_model(self) -> None:
+        """Load this rank's share of the weights."""
+
+    def get_kv_cache_spec(self) -> KVSpec:
+        """What one block of KV costs on this rank."""
+
+    def determine_available_memory(self) -> int:
+        """Bytes that this rank's KV pool may take."""
+
+    def initialize_from_config(self, kv_configs: list[KVConfig]) -> None:
+        """Allocate the KV pool; ``kv_configs[rank]`` is this rank's."""
+
+    def compile_or_warm_up_model(self) -> None:
+        """Run what is slow the first time."""
+
+    def execute_model(self, plan: StepPlan) -> StepOutput | None:
+        """Run one step. None if ``plan.defer_sampling``."""
+
+    def sample_tokens(self, step: int, grammar: Any) -> StepOutput:
+        """Sample the step that execute_model left unsampled."""
+
+    def execute_dummy_batch(self) -> None:
+        """An empty forward that joins the collectives of the others."""
+
+    def check_health(self) -> None:
+        """Raise if the device does not work any more."""
+
+    def shutdown(self) -> None:
+        """Free everything. Called once, also after a failed start."""
