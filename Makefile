@@ -1,0 +1,80 @@
+# drumline: two commands for users (serve, test), the rest for developers. Everything happens in .venv.
+#
+# Variables:
+#   PYTHON       interpreter to make .venv with (3.11 or newer)           make serve PYTHON=python3.12
+#   TORCH        what to hand to pip for torch; replaces the choice below  make serve TORCH='torch==2.11.0'
+#   TORCH_INDEX  package index for torch alone (PyTorch publishes one for each build)
+#   MODEL, TP, PORT, ARGS   for make serve; MODEL empty: the embedded default model
+#   TESTS, PYTEST_ARGS      for make test
+
+PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3.13 python3,$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
+VENV ?= .venv
+BIN := $(VENV)/bin
+MODEL ?=
+TP ?= 2
+PORT ?= 8000
+ARGS ?=
+TESTS ?= tests
+PYTEST_ARGS ?=
+TORCH_VERSION := 2.13.0
+PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
+
+.PHONY: help serve install dev test check matrix bench wheel clean
+
+help:
+	@echo 'make serve    set up .venv and serve the default model with two workers on port 8000'
+	@echo 'make test     set up .venv and run the test suite'
+	@echo 'make check    ruff, mypy and the import rules'
+	@echo 'make matrix   token equality, every model shape x TP x option (long)'
+	@echo 'make bench    benchmarks (see bench/README.md)'
+	@echo 'make wheel    build dist/*.whl'
+	@echo 'make clean    remove .venv and build products'
+
+serve: install
+	$(BIN)/drumline serve $(MODEL) --tensor-parallel-size $(TP) --port $(PORT) $(ARGS)
+
+install: $(VENV)/.installed
+dev: $(VENV)/.dev
+
+$(VENV)/.python:
+	@test -n "$(PYTHON)" || { echo 'drumline needs Python 3.11 or newer; pass PYTHON=/path/to/python'; exit 1; }
+	@echo '== making $(VENV) with $(PYTHON)'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch first, alone: without a GPU its CPU build is a tenth of the default one.
+$(VENV)/.torch: $(VENV)/.python
+	@echo '== installing torch'
+	@$(PIP_ENV) sh scripts/install_torch.sh '$(BIN)/python' '$(TORCH)' '$(TORCH_INDEX)' '$(TORCH_VERSION)'
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	@echo '== installing drumline'
+	$(PIP_ENV) $(BIN)/python -m pip install -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	@echo '== installing drumline and the tools of its developers'
+	$(PIP_ENV) $(BIN)/python -m pip install -q -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+test: dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -m 'not matrix and not bench' $(PYTEST_ARGS)
+
+matrix: dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m matrix $(PYTEST_ARGS)
+
+check: dev
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: dev
+	@echo 'see bench/README.md; each script there prints ratios'
+
+wheel: dev
+	$(PIP_ENV) $(BIN)/python -m pip wheel --no-deps -w dist .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,106 @@
+"""Every test fails if it leaves something behind: processes, threads, descriptors, memory files, temporary files.
+
+The whole session runs with TMPDIR and XDG_STATE_HOME of its own, so whatever drumline writes there is seen. Processes
+are told apart by their process group, which no process of drumline changes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+GRACE_S = 5.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    home = Path(tempfile.mkdtemp(prefix="dlt", dir="/tmp"))
+    (home / "t").mkdir()
+    config.stash[_home] = home
+    os.environ["TMPDIR"] = str(home / "t")
+    tempfile.tempdir = None
+    os.environ["XDG_STATE_HOME"] = str(home / "state")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    home = config.stash.get(_home, None)
+    if home is not None:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+_home = pytest.StashKey[Path]()
+
+
+def _group() -> set[int]:
+    """Live processes of our process group; zombies that someone will still collect are not counted."""
+    mine = os.getpgid(0)
+    found = set()
+    for pid in psutil.pids():
+        try:
+            if os.getpgid(pid) == mine and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.add(pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+def _descriptors() -> Counter[str]:
+    """Number of open descriptors of each kind that drumline makes."""
+    kinds: Counter[str] = Counter()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:
+            continue
+        for kind in ("/memfd:", "socket:", "pipe:", "anon_inode:[pidfd]"):
+            if target.startswith(kind):
+                kinds[kind] += 1
+    return kinds
+
+
+def _left(before_pids: set[int], before_fds: Counter[str], before_threads: set[int], tmp: Path) -> list[str]:
+    gc.collect()
+    left = []
+    for pid in _group() - before_pids:
+        try:
+            process = psutil.Process(pid)
+            left.append(f"process {pid} ({process.status()}): {' '.join(process.cmdline())[:120]}")
+        except psutil.NoSuchProcess:
+            continue
+    left += [f"thread {t.name}" for t in threading.enumerate() if t.ident not in before_threads and not t.daemon]
+    left += [
+        f"thread {t.name}" for t in threading.enumerate() if t.ident not in before_threads and "drumline" in t.name
+    ]
+    left += [f"{n - before_fds[kind]} x {kind}" for kind, n in _descriptors().items() if n > before_fds[kind]]
+    left += [f"file {p}" for p in tmp.iterdir() if not p.name.startswith(("pytest-of-", "torchinductor", "hypothesis"))]
+    return left
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    tmp = Path(os.environ["TMPDIR"])
+    before = _group(), _descriptors(), {t.ident for t in threading.enumerate() if t.ident is not None}
+    shm = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+    yield
+    if request.node.get_closest_marker("leaves_module_state"):
+        return
+    deadline = time.monotonic() + GRACE_S
+    left = _left(*before, tmp)
+    while left and time.monotonic() < deadline:
+        time.sleep(0.05)  # the kernel ends processes in its own time; there is no event for all of these at once
+        left = _left(*before, tmp)
+    now = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+    left += [f"/dev/shm/{name}" for name in now - shm if "drumline" in name or name.startswith(("psm_", "sem.", "torch_"))]
+    if left:
+        pytest.fail("left behind:\n  " + "\n  ".join(left))
