@@ -20,6 +20,16 @@ import psutil
 import pytest
 
 GRACE_S = 5.0
+OURS_TO_KEEP = ("pytest-of-", "torchinductor", "hypothesis")
+"""Folders of the test tools themselves; they go with the session's TMPDIR."""
+
+
+def _shm() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("*")}
+
+
+def _tmp() -> Path:
+    return Path(os.environ["TMPDIR"])
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,7 +79,7 @@ def _descriptors() -> Counter[str]:
     return kinds
 
 
-def _left(before_pids: set[int], before_fds: Counter[str], before_threads: set[int], tmp: Path) -> list[str]:
+def _left(before_pids: set[int], before_fds: Counter[str], before_threads: set[int], files: set[Path]) -> list[str]:
     gc.collect()
     left = []
     for pid in _group() - before_pids:
@@ -83,24 +93,35 @@ def _left(before_pids: set[int], before_fds: Counter[str], before_threads: set[i
         f"thread {t.name}" for t in threading.enumerate() if t.ident not in before_threads and "drumline" in t.name
     ]
     left += [f"{n - before_fds[kind]} x {kind}" for kind, n in _descriptors().items() if n > before_fds[kind]]
-    left += [f"file {p}" for p in tmp.iterdir() if not p.name.startswith(("pytest-of-", "torchinductor", "hypothesis"))]
+    left += [f"file {p}" for p in _tmp().iterdir() if p not in files and not p.name.startswith(OURS_TO_KEEP)]
     return left
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_behind_at_the_end() -> Iterator[None]:
+    """What fixtures of wider scope keep alive for several tests is gone when the session ends."""
+    yield from _checked()
+
+
 @pytest.fixture(autouse=True)
-def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    tmp = Path(os.environ["TMPDIR"])
+def nothing_left_behind() -> Iterator[None]:
+    """Fixtures of wider scope are made before this one, so what they keep alive counts as there already."""
+    yield from _checked()
+
+
+def _checked() -> Iterator[None]:
     before = _group(), _descriptors(), {t.ident for t in threading.enumerate() if t.ident is not None}
-    shm = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+    shm = _shm()
+    files = set(_tmp().iterdir())
     yield
-    if request.node.get_closest_marker("leaves_module_state"):
-        return
     deadline = time.monotonic() + GRACE_S
-    left = _left(*before, tmp)
+    left = _left(*before, files)
     while left and time.monotonic() < deadline:
         time.sleep(0.05)  # the kernel ends processes in its own time; there is no event for all of these at once
-        left = _left(*before, tmp)
-    now = set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
-    left += [f"/dev/shm/{name}" for name in now - shm if "drumline" in name or name.startswith(("psm_", "sem.", "torch_"))]
+        left = _left(*before, files)
+    now = _shm()
+    left += [
+        f"/dev/shm/{name}" for name in now - shm if "drumline" in name or name.startswith(("psm_", "sem.", "torch_"))
+    ]
     if left:
         pytest.fail("left behind:\n  " + "\n  ".join(left))
