@@ -87,9 +87,10 @@ def stream(base: str, model: str, max_tokens: int) -> Iterator[float]:
                 yield time.monotonic()
 
 
-def measure(
-    name: str, command: list[str], env: dict[str, str], base: str, args: argparse.Namespace
-) -> dict[str, object]:
+Result = dict[str, object]
+
+
+def measure(name: str, command: list[str], env: dict[str, str], base: str, args: argparse.Namespace) -> Result:
     log = Path(args.logs) / f"{name}.log"
     started = time.monotonic()
     with log.open("wb") as out:
