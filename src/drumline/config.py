@@ -8,8 +8,45 @@ made-up machines. All of it is data (msgspec encodes it) and travels to the proc
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from drumline.errors import ConfigError
+
+BACKENDS = ("uni", "mp", "ray", "external_launcher")
+"""Names of the executor backends; a dotted name or an Executor subclass stands for any other."""
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def option(name: str) -> str:
+    """How messages name a field: as Python users know it and as the command line does."""
+    return f"{name} (--{name.removesuffix('_s').replace('_', '-')})"
+
+
+def _whole(config: Any, names: Iterable[str], least: int = 1) -> None:
+    """Check that fields are whole numbers, not below ``least``."""
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{option(name)} must be a whole number, at least {least}, not {value!r}")
+
+
+def _positive(config: Any, names: Iterable[str]) -> None:
+    """Check that fields are numbers above 0 (and below infinity: every wait has an end)."""
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ConfigError(f"{option(name)} must be a number above 0, not {value!r}")
+
+
+def _one_of(config: Any, name: str, choices: tuple[str, ...]) -> None:
+    value = getattr(config, name)
+    if value not in choices:
+        raise ConfigError(f"{option(name)} must be one of {', '.join(choices)}, not {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +87,8 @@ class ParallelConfig:
     decode_context_parallel_size: int = 1
     data_parallel_size: int = 1
     data_parallel_rank: int = 0
+    data_parallel_size_local: int | None = None
+    """DP ranks whose workers this machine has; None: all of them."""
     enable_expert_parallel: bool = False
     distributed_executor_backend: Any = None
     """``uni``, ``mp``, ``ray``, ``external_launcher``, a dotted name, an Executor subclass, or None: chosen."""
@@ -61,15 +100,105 @@ class ParallelConfig:
     distributed_timeout_s: float = 600.0
     """Timeout of collectives of device and CPU groups in seconds."""
 
+    def __post_init__(self) -> None:
+        _whole(
+            self,
+            (
+                "tensor_parallel_size",
+                "pipeline_parallel_size",
+                "prefill_context_parallel_size",
+                "decode_context_parallel_size",
+                "data_parallel_size",
+                "nnodes",
+            ),
+        )
+        _whole(self, ("data_parallel_rank", "node_rank"), least=0)
+        _positive(self, ("distributed_timeout_s",))
+        if not 0 < self.master_port < 65536:
+            raise ConfigError(f"{option('master_port')} must be between 1 and 65535, not {self.master_port}")
+        self._check_decode_context()
+        self._check_data_parallel()
+        self._check_nodes()
+
+    def _check_decode_context(self) -> None:
+        tp, pcp, dcp = self.tensor_parallel_size, self.prefill_context_parallel_size, self.decode_context_parallel_size
+        if (tp * pcp) % dcp:
+            raise ConfigError(
+                f"{option('decode_context_parallel_size')} {dcp} must divide --tensor-parallel-size x "
+                f"--prefill-context-parallel-size = {tp} x {pcp}: DCP ranks are those of one pipeline stage"
+            )
+
+    def _check_data_parallel(self) -> None:
+        size, local = self.data_parallel_size, self.data_parallel_size_local
+        if self.data_parallel_rank >= size:
+            raise ConfigError(
+                f"{option('data_parallel_rank')} {self.data_parallel_rank} must be below --data-parallel-size {size}"
+            )
+        if local is not None:
+            _whole(self, ("data_parallel_size_local",))
+            if size % local:
+                raise ConfigError(
+                    f"{option('data_parallel_size_local')} {local} must divide --data-parallel-size {size}"
+                )
+
+    def _check_nodes(self) -> None:
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(f"{option('node_rank')} {self.node_rank} must be below --nnodes {self.nnodes}")
+        if self.nnodes == 1:
+            return
+        if not self.master_addr:
+            raise ConfigError("--nnodes > 1 needs --master-addr: the address of the machine with --node-rank 0")
+        if self.distributed_executor_backend not in (None, "uni", "mp", "external_launcher"):
+            raise ConfigError(
+                f"--nnodes {self.nnodes} needs --distributed-executor-backend mp, uni or external_launcher, not "
+                f"{self.distributed_executor_backend!r}: ray and custom executors place their workers themselves, so "
+                "leave --nnodes at 1 there"
+            )
+        groups = self.data_parallel_size // self._dp_local
+        if self.nnodes % groups:
+            raise ConfigError(
+                f"--nnodes {self.nnodes} must be a multiple of --data-parallel-size / --data-parallel-size-local = "
+                f"{self.data_parallel_size} / {self._dp_local} = {groups}"
+            )
+        if self.world_size % self.nnodes_within_dp:
+            raise ConfigError(
+                f"the world size {self.world_size} (TP x PP x PCP) cannot be split over {self.nnodes_within_dp} "
+                "machines: change --nnodes or one of the parallel sizes so that it divides"
+            )
+
     @property
     def world_size(self) -> int:
         """Ranks of one executor: TP x PP x PCP."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
 
     @property
+    def _dp_local(self) -> int:
+        return self.data_parallel_size_local or self.data_parallel_size
+
+    @property
+    def nnodes_within_dp(self) -> int:
+        """Machines that one executor spans."""
+        return 1 if self.nnodes == 1 else self.nnodes // (self.data_parallel_size // self._dp_local)
+
+    @property
+    def node_rank_within_dp(self) -> int:
+        """Place of this machine among those that its executor spans; 0 leads."""
+        return self.node_rank % self.nnodes_within_dp
+
+    @property
     def local_world_size(self) -> int:
         """Ranks of one executor that run on this machine."""
-        return self.world_size // self.nnodes
+        return self.world_size // self.nnodes_within_dp
+
+    @property
+    def data_parallel_rank_local(self) -> int:
+        """Place of this DP rank among those of this machine; picks its devices."""
+        return self.data_parallel_rank % self._dp_local
+
+    @property
+    def local_devices(self) -> int:
+        """Devices that all workers of this machine take together, one each."""
+        return self.local_world_size * self._dp_local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +233,13 @@ class ProcessConfig:
     log_dir: str = ""
     """Folder of this run's log files, one for each process; empty: a new one in the user's state folder."""
 
+    def __post_init__(self) -> None:
+        _whole(self, ("threads_per_worker",), least=0)
+        _whole(self, ("mq_slot_bytes", "mq_answer_slot_bytes"), least=64)
+        _whole(self, ("mq_slots", "mq_answer_slots"), least=2)
+        _positive(self, ("start_timeout_s", "execute_timeout_s", "failure_grace_s", "shutdown_timeout_s"))
+        _one_of(self, "log_level", LOG_LEVELS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -131,6 +267,13 @@ class ModelConfig:
     skip_tokenizer_init: bool = False
     enforce_eager: bool = False
 
+    def __post_init__(self) -> None:
+        _one_of(self, "dtype", DTYPES)
+        _one_of(self, "load_format", LOAD_FORMATS)
+        if self.max_model_len is not None:
+            _whole(self, ("max_model_len",))
+        _whole(self, ("seed",), least=-(2**63))
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
@@ -146,6 +289,16 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = None
     """Blocks of the pool, whatever the memory; None: from memory."""
 
+    def __post_init__(self) -> None:
+        _whole(self, ("block_size",))
+        _whole(self, [n for n in ("kv_cache_memory_bytes", "num_gpu_blocks_override") if getattr(self, n) is not None])
+        _positive(self, ("gpu_memory_utilization",))
+        if self.gpu_memory_utilization > 1:
+            raise ConfigError(
+                f"{option('gpu_memory_utilization')} is a share of the device's memory, at most 1, not "
+                f"{self.gpu_memory_utilization}"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
@@ -159,6 +312,9 @@ class SchedulerConfig:
     async_scheduling: bool = True
     """One step of look-ahead: plan n + 1 is sent before the answer of plan n is known."""
 
+    def __post_init__(self) -> None:
+        _whole(self, ("max_num_seqs", "max_num_batched_tokens"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -168,6 +324,11 @@ class ServerConfig:
     port: int = 8000
     api_key: tuple[str, ...] = ()
     api_server_count: int = 1
+
+    def __post_init__(self) -> None:
+        _whole(self, ("api_server_count",))
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"{option('port')} must be between 0 (any free port) and 65535, not {self.port}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +343,54 @@ class EngineConfig:
     platform: str = "auto"
     """``auto``, ``cpu``, ``cuda`` or the entry-point name of another platform."""
 
+    def __post_init__(self) -> None:
+        length, step = self.model.max_model_len, self.scheduler.max_num_batched_tokens
+        if not self.scheduler.enable_chunked_prefill and length is not None and step < length:
+            raise ConfigError(
+                f"{option('max_num_batched_tokens')} {step} must be at least --max-model-len {length} without chunked "
+                "prefill, or the longest prompts could never be computed"
+            )
+
     def with_(self, **changes: Any) -> EngineConfig:
         """A copy with some fields replaced."""
         return replace(self, **changes)
+
+    def checked(self, devices: DeviceTable) -> EngineConfig:
+        """This configuration with ``platform`` set to the table's, once it is known to fit the machine.
+
+        ConfigError, before any process exists, if the platform gives each worker a device and this machine has too
+        few. Backends that place workers themselves (``ray``, a custom one) are not held to this machine's devices.
+        """
+        if self.parallel.distributed_executor_backend in (None, *BACKENDS[:2]):
+            _check_devices(self.parallel, devices)
+        return self if self.platform == devices.platform else replace(self, platform=devices.platform)
+
+
+def _check_devices(parallel: ParallelConfig, devices: DeviceTable) -> None:
+    needed, found = parallel.local_devices, len(devices.devices)
+    if not devices.accelerator or found >= needed:
+        return
+    several = f" for each of {parallel.data_parallel_size} DP ranks" if parallel.data_parallel_size > 1 else ""
+    raise ConfigError(
+        f"the world size {parallel.world_size} (TP {parallel.tensor_parallel_size} x PP "
+        f"{parallel.pipeline_parallel_size} x PCP {parallel.prefill_context_parallel_size}){several} needs {needed} "
+        f"{devices.platform} devices on this machine, which has {found}. Use smaller parallel sizes, spread the "
+        "workers over several machines with --nnodes (and --node-rank, --master-addr), or let Ray place them with "
+        "--distributed-executor-backend ray"
+    )
+
+
+def choose_backend(parallel: ParallelConfig, devices: DeviceTable, *, in_ray_placement_group: bool = False) -> Any:
+    """The backend when none is given; one that was given is returned as it is. ``Executor.get_class`` uses this.
+
+    In this order: world size 1 and DP 1: ``uni``; several machines: ``mp``; an accelerator platform with fewer
+    devices than workers: ConfigError; inside a Ray placement group: ``ray``; else ``mp``.
+    """
+    if parallel.distributed_executor_backend is not None:
+        return parallel.distributed_executor_backend
+    if parallel.world_size == 1 and parallel.data_parallel_size == 1:
+        return "uni"
+    if parallel.nnodes > 1:
+        return "mp"
+    _check_devices(parallel, devices)
+    return "ray" if in_ray_placement_group else "mp"
