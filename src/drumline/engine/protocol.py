@@ -146,7 +146,7 @@ class AsyncEngine(Protocol):
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; their iterators end with finish_reason ``abort``."""
 
-    async def call(self, method: str, *args: Any, timeout: float = 60.0) -> Any:
+    async def call(self, method: str, *args: Any, timeout: float = 60.0) -> Any:  # noqa: ASYNC109
         """Call a method of the engine core. RemoteCallError if it raises."""
 
     async def wait_dead(self) -> FailureReport:

@@ -5,7 +5,12 @@ parameters); a plan says what changed. Per-request numbers are packed little-end
 an msgspec struct of packed arrays costs a hundredth of a pickled dict. ``ints``/``pack`` convert.
 
 Order inside one plan: first ``freed`` slots are dropped, then ``starts`` fill slots, then blocks are appended to the
-tables of the batch, then the forward runs over the batch in the order of ``slots``.
+tables of the batch, then the forward runs over the batch in the order of ``slots``. In each layer the keys and values
+of the whole batch are written before any row reads: a row may share a block that an earlier row of the same plan fills.
+
+The input token of a row is in the slot's own tokens (``SlotStart.tokens``) or was sampled by the step that
+``token_source`` names, which is the last one that sampled for this slot; its value need never travel to the workers.
+A request that was preempted starts anew, with what it had sampled as part of ``SlotStart.tokens``.
 """
 
 from __future__ import annotations
