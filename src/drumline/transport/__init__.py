@@ -1,0 +1,33 @@
+"""Bytes between the processes of one machine: shared memory, doorbells, waiters, rings, queues, codecs.
+
+From below: :mod:`fence`, :mod:`memory` (memfd), :mod:`doorbell` (futex), :mod:`waiter`, :mod:`ring` (pure),
+:mod:`broadcast` (ring + doorbells), :mod:`codec` (objects to bytes); beside them :mod:`sockets` (where ZMQ's unix
+sockets live), which is not imported here because it needs zmq.
+"""
+
+from __future__ import annotations
+
+from drumline.transport.broadcast import BroadcastQueue, QueueWriter
+from drumline.transport.codec import CodecRegistry
+from drumline.transport.doorbell import DOORBELL_BYTES, OWNER_RINGER, Doorbell
+from drumline.transport.memory import SharedMemory, memfd
+from drumline.transport.ring import Message, Part, RingLayout, RingReader, RingWriter, ring_bytes
+from drumline.transport.waiter import Waiter
+
+__all__ = [
+    "DOORBELL_BYTES",
+    "OWNER_RINGER",
+    "BroadcastQueue",
+    "CodecRegistry",
+    "Doorbell",
+    "Message",
+    "Part",
+    "QueueWriter",
+    "RingLayout",
+    "RingReader",
+    "RingWriter",
+    "SharedMemory",
+    "Waiter",
+    "memfd",
+    "ring_bytes",
+]
