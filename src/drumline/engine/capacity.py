@@ -1,0 +1,99 @@
+"""How many KV blocks there will be, and how long a request may be: arithmetic on what the ranks said. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from drumline.config import CacheConfig, SchedulerConfig
+from drumline.errors import ConfigError
+from drumline.plan.kv import KVConfig, KVSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """The KV pool that all ranks can hold."""
+
+    num_blocks: int
+    block_size: int
+    limiting_rank: int
+    """The rank whose memory (with uneven heads: whose share of the heads) sets ``num_blocks``."""
+    reason: str
+    """For the log: where the number comes from."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that fit into the pool."""
+        return self.num_blocks * self.block_size
+
+    def configs(self, world_size: int) -> list[KVConfig]:
+        """What each rank is told: the same number of blocks."""
+        return [KVConfig(num_blocks=self.num_blocks, block_size=self.block_size) for _ in range(world_size)]
+
+
+def pool_capacity(specs: Sequence[KVSpec], available: Sequence[int], cache: CacheConfig) -> Capacity:
+    """The pool: as many blocks as the rank with the least room has.
+
+    Args:
+        specs: what one block costs on each rank.
+        available: bytes that each rank may use, in rank order.
+        cache: may set the number of blocks, or the bytes, whatever the memory.
+
+    Raises ConfigError if not even one block fits.
+
+    """
+    if len({spec.block_size for spec in specs}) != 1:
+        raise ConfigError(f"ranks disagree on the block size: {[spec.block_size for spec in specs]}")
+    size = specs[0].block_size
+    if cache.num_gpu_blocks_override is not None:
+        blocks, reason = cache.num_gpu_blocks_override, "--num-gpu-blocks-override"
+        return _checked(Capacity(num_blocks=blocks, block_size=size, limiting_rank=0, reason=reason), specs, available)
+    if cache.kv_cache_memory_bytes is not None:
+        available = [cache.kv_cache_memory_bytes] * len(specs)
+    room = [bytes_ // spec.bytes_per_block for spec, bytes_ in zip(specs, available, strict=True)]
+    rank = min(range(len(room)), key=room.__getitem__)
+    reason = (
+        f"rank {rank} has the least room: {available[rank] / 2**20:.0f} MiB, "
+        f"{specs[rank].bytes_per_block / 2**10:.1f} KiB a block"
+    )
+    capacity = Capacity(num_blocks=room[rank], block_size=size, limiting_rank=rank, reason=reason)
+    return _checked(capacity, specs, available)
+
+
+def _checked(capacity: Capacity, specs: Sequence[KVSpec], available: Sequence[int]) -> Capacity:
+    if capacity.num_blocks >= 1:
+        return capacity
+    rank = capacity.limiting_rank
+    raise ConfigError(
+        f"no room for a KV cache: rank {rank} has {max(available[rank], 0) / 2**20:.1f} MiB left after the weights, "
+        f"and one block takes {specs[rank].bytes_per_block / 2**20:.2f} MiB. Raise --gpu-memory-utilization or "
+        f"--tensor-parallel-size, or set --kv-cache-memory-bytes"
+    )
+
+
+def fit_max_model_len(
+    asked: int | None, model_max: int, capacity: Capacity, scheduler: SchedulerConfig
+) -> tuple[int, str]:
+    """Longest prompt plus output in tokens, and why it is less than the model's own (empty if it is not).
+
+    Args:
+        asked: ``--max-model-len``, or None: as long as possible.
+        model_max: what the model was made for.
+        capacity: of the pool, which must hold one request of that length alone. (Its last token is never computed.)
+        scheduler: with chunked prefill off, a whole prompt must fit into one step.
+
+    Raises ConfigError if ``asked`` does not fit.
+
+    """
+    limit, reason = model_max, ""
+    if capacity.num_tokens + 1 < limit:
+        limit = capacity.num_tokens + 1
+        reason = f"the KV pool holds {capacity.num_tokens} tokens ({capacity.reason})"
+    if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < limit:
+        limit = scheduler.max_num_batched_tokens
+        reason = f"without chunked prefill a prompt must fit into --max-num-batched-tokens {limit}"
+    if asked is None:
+        return limit, reason
+    if asked > limit and reason:
+        raise ConfigError(f"--max-model-len {asked} cannot be served: {reason}. At most {limit} is possible here")
+    return min(asked, model_max), ""

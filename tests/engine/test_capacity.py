@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from drumline.config import CacheConfig, SchedulerConfig
+from drumline.engine.capacity import fit_max_model_len, pool_capacity
+from drumline.errors import ConfigError
+from drumline.plan.kv import KVSpec
+
+
+def spec(heads: int) -> KVSpec:
+    return KVSpec(
+        num_layers=2, num_kv_heads=heads, head_dim=8, dtype="float32", block_size=16, bytes_per_block=2048 * heads
+    )
+
+
+def test_the_rank_with_most_heads_limits_equal_memory():
+    capacity = pool_capacity([spec(2), spec(1)], [40960, 40960], CacheConfig())
+    assert (capacity.num_blocks, capacity.limiting_rank) == (10, 0)
+    assert "rank 0 has the least room" in capacity.reason
+    assert [c.num_blocks for c in capacity.configs(2)] == [10, 10]
+
+
+def test_the_rank_with_least_memory_limits_equal_shares():
+    capacity = pool_capacity([spec(1)] * 3, [8192, 4096, 8192], CacheConfig())
+    assert (capacity.num_blocks, capacity.limiting_rank) == (2, 1)
+
+
+def test_bytes_and_blocks_can_be_set():
+    assert pool_capacity([spec(2), spec(1)], [0, 0], CacheConfig(kv_cache_memory_bytes=8192)).num_blocks == 2
+    assert pool_capacity([spec(2), spec(1)], [0, 0], CacheConfig(num_gpu_blocks_override=7)).num_blocks == 7
+
+
+def test_no_room_says_what_to_change():
+    with pytest.raises(ConfigError, match=r"rank 1 has 0\.0 MiB left.*--gpu-memory-utilization"):
+        pool_capacity([spec(1), spec(1)], [8192, -5], CacheConfig())
+
+
+def test_max_model_len_is_clipped_to_the_pool_unless_asked_for():
+    capacity = pool_capacity([spec(1)], [2048 * 4], CacheConfig())
+    assert fit_max_model_len(None, 64, capacity, SchedulerConfig()) == (64, "")
+    assert fit_max_model_len(None, 65, capacity, SchedulerConfig()) == (65, "")
+    limit, reason = fit_max_model_len(None, 8192, capacity, SchedulerConfig())
+    assert limit == 65
+    assert "holds 64 tokens" in reason
+    assert fit_max_model_len(65, 8192, capacity, SchedulerConfig()) == (65, "")
+    with pytest.raises(ConfigError, match="--max-model-len 66 .*At most 65"):
+        fit_max_model_len(66, 8192, capacity, SchedulerConfig())
+
+
+def test_max_model_len_without_chunked_prefill():
+    capacity = pool_capacity([spec(1)], [2048 * 100], CacheConfig())
+    whole = SchedulerConfig(enable_chunked_prefill=False, max_num_batched_tokens=32)
+    assert fit_max_model_len(None, 8192, capacity, whole)[0] == 32
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens 32"):
+        fit_max_model_len(33, 8192, capacity, whole)
