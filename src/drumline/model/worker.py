@@ -1,0 +1,214 @@
+"""ModelWorker: the language model's worker (``worker/protocol.py``), one for each rank."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from drumline.errors import ConfigError
+from drumline.model import spec as specs
+from drumline.model.attention import KVCache
+from drumline.model.loader import load_model
+from drumline.model.memory import available_host_memory
+from drumline.model.runner import ModelRunner
+from drumline.model.sampling import Sampler
+from drumline.parallel.groups import Groups, init_groups
+from drumline.parallel.layout import Layout, worker_places
+from drumline.parallel.shards import vocab_shards
+from drumline.plan.kv import KVConfig, KVSpec
+from drumline.plan.step import StepOutput, StepPlan
+from drumline.processes.titles import worker_name
+from drumline.worker.protocol import WorkerContext
+
+logger = logging.getLogger(__name__)
+
+CPU_KV_SHARE = 0.25
+"""Share of the host's available memory that the KV pools of one machine's workers take at most, unless told."""
+
+
+class ModelWorker:
+    """Owns one device and one rank: weights, KV cache, slots.
+
+    Life: made, ``init_device``, ``load_model``, ``get_kv_cache_spec``, ``determine_available_memory``,
+    ``initialize_from_config``, ``compile_or_warm_up_model``, then steps, then ``shutdown``.
+    """
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self.config = context.config
+        self.rank = context.rank
+        self.layout = Layout.of(self.config.parallel)
+        if self.layout.tp != self.layout.size or self.layout.dcp > 1:
+            raise ConfigError("the model worker splits a model by --tensor-parallel-size only, so far")
+        if not self.config.model.path:
+            raise ConfigError("the model was not resolved to a local folder (drumline.model.resolve)")
+        self.spec = specs.read_spec(self.config.model.path)
+        self.max_model_len = specs.resolve_max_model_len(self.config.model.max_model_len, self.spec)
+        self.groups: Groups | None = None
+        self.device = torch.device("cpu")
+        self.model: torch.nn.Module | None = None
+        self.cache: KVCache | None = None
+        self._runner: ModelRunner | None = None
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The runner; RuntimeError before ``load_model``."""
+        if self._runner is None:
+            raise RuntimeError("the model is not loaded")
+        return self._runner
+
+    def init_device(self) -> None:
+        """Open the device and join the groups; then the worker has its name."""
+        platform = _platform_name(self.config.platform)
+        if platform == "cuda":
+            self.device = torch.device("cuda", self.context.local_rank)
+            torch.cuda.set_device(self.device)
+        self.dtype_name = specs.resolve_dtype(self.config.model.dtype, self.spec, platform)
+        self.dtype: torch.dtype = getattr(torch, self.dtype_name)
+        backend = "nccl" if platform == "cuda" else "gloo"
+        parallel = self.config.parallel
+        logger.info(
+            "world_size=%d rank=%d local_rank=%d distributed_init_method=%s backend=%s",
+            self.layout.world_size,
+            self.rank,
+            self.context.local_rank,
+            self.context.distributed_init_method,
+            backend,
+        )
+        self.groups = init_groups(
+            self.layout,
+            self.rank,
+            self.context.distributed_init_method,
+            backend,
+            parallel.distributed_timeout_s,
+            device=self.device,
+            one_machine=parallel.nnodes == 1,
+        )
+        places = worker_places(parallel, self.rank)
+        self.context.set_name(worker_name(**places, expert_parallel=parallel.enable_expert_parallel))
+        logger.info("device %s", self.device)
+
+    def load_model(self) -> None:
+        """Load this rank's share of the weights."""
+        group = self._groups().tp
+        model = self.config.model
+        self.model = load_model(
+            self.spec,
+            model.path,
+            dtype=self.dtype,
+            device=self.device,
+            group=group,
+            load_format=model.load_format,
+            seed=model.seed,
+            progress=lambda done: self.context.set_phase(f"load_model {done:.0%}"),
+        )
+        sampler = Sampler(vocab_shards(self.spec.vocab_size, group.size), group, wants_logprobs=self._is_output_rank)
+        self._runner = ModelRunner(
+            self.model,
+            sampler,
+            num_kv_heads=self.spec.heads(group.size)[group.rank_in_group].kv.size,
+            max_model_len=self.max_model_len,
+            device=self.device,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+        )
+
+    @property
+    def _is_output_rank(self) -> bool:
+        return self.rank == self.layout.output_rank
+
+    def get_kv_cache_spec(self) -> KVSpec:
+        """What one block of KV costs on this rank."""
+        group = self._groups().tp
+        return specs.kv_spec(
+            self.spec,
+            tp_rank=group.rank_in_group,
+            tp_size=group.size,
+            dtype=self.dtype_name,
+            block_size=self.config.cache.block_size,
+        )
+
+    def determine_available_memory(self) -> int:
+        """Bytes for this rank's KV pool.
+
+        ``kv_cache_memory_bytes`` if given. Else on the CPU the smaller of what ``max_num_seqs`` sequences of
+        ``max_model_len`` need and a quarter of the host's available memory over the workers of this machine; on other
+        devices ``gpu_memory_utilization`` of the device less what is in use after a step of the largest size.
+        """
+        cache = self.config.cache
+        if cache.kv_cache_memory_bytes is not None:
+            return cache.kv_cache_memory_bytes
+        if self.device.type != "cpu":
+            return self._free_device_memory()
+        spec = self.get_kv_cache_spec()
+        blocks = -(-self.max_model_len // spec.block_size) * self.config.scheduler.max_num_seqs
+        workers = self.config.parallel.local_world_size * self.config.parallel.data_parallel_size
+        share = int(CPU_KV_SHARE * available_host_memory() / workers)
+        return min(blocks * spec.bytes_per_block, share)
+
+    def _free_device_memory(self) -> int:
+        self.runner.run_dummy(self.config.scheduler.max_num_batched_tokens)
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.memory_stats(self.device)["reserved_bytes.all.peak"]
+        free, total = torch.cuda.mem_get_info(self.device)
+        other = total - free - torch.cuda.memory_reserved(self.device)
+        return max(int(total * self.config.cache.gpu_memory_utilization) - peak - other, 0)
+
+    def initialize_from_config(self, kv_configs: list[KVConfig]) -> None:
+        """Allocate the KV pool; ``kv_configs[rank]`` is this rank's."""
+        mine = kv_configs[self.rank]
+        spec = self.get_kv_cache_spec()
+        self.cache = KVCache(
+            num_layers=spec.num_layers,
+            num_blocks=mine.num_blocks,
+            num_kv_heads=spec.num_kv_heads,
+            block_size=mine.block_size,
+            head_dim=spec.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.runner.set_cache(self.cache)
+
+    def compile_or_warm_up_model(self) -> None:
+        """Run a small forward, so that the first request does not pay for what is set up at first use."""
+        self.runner.run_dummy(2)
+
+    def execute_model(self, plan: StepPlan) -> StepOutput | None:
+        """Run one step. None if ``plan.defer_sampling``."""
+        return self.runner.execute(plan)
+
+    def sample_tokens(self, step: int, grammar: Any = None) -> StepOutput:
+        """Sample the step that execute_model left unsampled."""
+        if grammar is not None:
+            raise NotImplementedError("grammar masks are not built yet")
+        return self.runner.sample(step)
+
+    def execute_dummy_batch(self) -> None:
+        """An empty forward that joins the collectives of the others."""
+        self.runner.run_dummy(1)
+
+    def check_health(self) -> None:
+        """Raise if the device does not work any more."""
+        if self.device.type != "cpu":
+            torch.cuda.synchronize(self.device)
+
+    def shutdown(self) -> None:
+        """Free weights, cache and groups. Idempotent."""
+        self._runner = None
+        self.model = None
+        self.cache = None
+        if self.groups is not None:
+            self.groups.close()
+            self.groups = None
+
+    def _groups(self) -> Groups:
+        if self.groups is None:
+            raise RuntimeError("the device is not initialised")
+        return self.groups
+
+
+def _platform_name(asked: str) -> str:
+    if asked != "auto":
+        return asked
+    return "cuda" if torch.cuda.is_available() else "cpu"
