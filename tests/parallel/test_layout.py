@@ -14,8 +14,9 @@ from drumline.parallel.layout import (
     local_rank_of,
     local_ranks,
     node_of,
-    worker_name_parts,
+    worker_places,
 )
+from drumline.processes.titles import worker_name
 
 sizes = st.integers(1, 4)
 
@@ -194,9 +195,9 @@ def test_devices_of_dp_ranks_stand_side_by_side() -> None:
     assert [device_index(other, local_rank) for local_rank in range(2)] == [2, 3]
 
 
-def test_worker_name_parts() -> None:
-    assert worker_name_parts(ParallelConfig(tensor_parallel_size=2), 1) == ("TP1",)
-    assert worker_name_parts(ParallelConfig(), 0) == ()
+def test_worker_places_give_the_names_of_workers() -> None:
+    assert worker_name(**worker_places(ParallelConfig(tensor_parallel_size=2), 1)) == "Worker_TP1"
+    assert worker_name(**worker_places(ParallelConfig(), 0)) == "Worker"
     parallel = ParallelConfig(
         tensor_parallel_size=2,
         pipeline_parallel_size=2,
@@ -205,8 +206,6 @@ def test_worker_name_parts() -> None:
         data_parallel_size=2,
         data_parallel_rank=1,
     )
-    assert worker_name_parts(parallel, 6) == ("DP1", "PP1", "PCP1", "TP0", "DCP1")
-    experts = ParallelConfig(
-        tensor_parallel_size=2, data_parallel_size=2, data_parallel_rank=1, enable_expert_parallel=True
-    )
-    assert worker_name_parts(experts, 1) == ("DP1", "TP1", "EP3")
+    assert worker_name(**worker_places(parallel, 6)) == "Worker_DP1_PP1_PCP1_TP0_DCP1"
+    experts = ParallelConfig(tensor_parallel_size=2, data_parallel_size=2, data_parallel_rank=1)
+    assert worker_name(**worker_places(experts, 1), expert_parallel=True) == "Worker_DP1_TP1_EP3"

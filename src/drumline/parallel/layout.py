@@ -232,15 +232,12 @@ def device_index(parallel: ParallelConfig, local_rank: int) -> int:
     return parallel.data_parallel_rank_local * parallel.local_world_size + local_rank
 
 
-def worker_name_parts(parallel: ParallelConfig, rank: int) -> tuple[str, ...]:
-    """Parts of a worker's title and log prefix, such as ``("DP0", "PP0", "TP3")``; ``rank`` in the executor's world.
+def worker_places(parallel: ParallelConfig, rank: int) -> dict[str, tuple[int, int]]:
+    """(place, size) of a rank of the executor's world in each kind that names a worker: dp, pp, pcp, tp, dcp, ep.
 
-    Order DP, PP, PCP, TP, DCP, EP; only kinds larger than 1, EP only with ``--enable-expert-parallel``. The worker's
-    name is ``"_".join(("Worker", *parts))``.
+    ``drumline.processes.titles.worker_name(**places, expert_parallel=...)`` makes the name of it.
     """
     layout = Layout.of(parallel, span_engines=True)
     place = global_rank(parallel, rank)
-    kinds = [GroupKind.DP, GroupKind.PP, GroupKind.PCP, GroupKind.TP, GroupKind.DCP]
-    if parallel.enable_expert_parallel:
-        kinds.append(GroupKind.EP)
-    return tuple(f"{kind.name}{layout.rank_in_group(kind, place)}" for kind in kinds if layout.group_size(kind) > 1)
+    kinds = (GroupKind.DP, GroupKind.PP, GroupKind.PCP, GroupKind.TP, GroupKind.DCP, GroupKind.EP)
+    return {kind.value: (layout.rank_in_group(kind, place), layout.group_size(kind)) for kind in kinds}

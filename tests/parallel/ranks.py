@@ -1,0 +1,162 @@
+"""Program of the test's ranks: imports torch once, forks one process a rank, runs a function of this module in each.
+
+Usage: ``python -m tests.parallel.ranks FUNCTION WORLD_SIZE``. Each rank prints one JSON line with what its function
+returned; the program's exit code is 1 if a rank failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from drumline.parallel.groups import init_groups
+from drumline.parallel.layout import GroupKind, Layout
+from drumline.parallel.rendezvous import create_rendezvous
+
+
+def collectives(rank: int, size: int, method: str) -> dict[str, Any]:
+    """Every operation over a TP group of all ranks."""
+    groups = init_groups(Layout(tp=size), rank, method, timeout_s=30)
+    tp = groups.tp
+    sizes = [3, 1, 2][:size]
+    own = torch.full((2, sizes[rank]), float(rank))
+    whole = torch.cat([torch.full((2, n), float(i)) for i, n in enumerate(sizes)], 1)
+    into = torch.empty(size, 4)
+    tp.all_gather_into(into, torch.full((4,), float(rank)))
+    result = {
+        "sum": tp.all_reduce(torch.full((3,), float(rank + 1))).tolist(),
+        "max": tp.all_reduce(torch.tensor([rank, -rank]), "max").tolist(),
+        "min": tp.all_reduce(torch.tensor([rank, -rank]), "min").tolist(),
+        "half": tp.all_reduce(torch.ones(2, dtype=torch.bfloat16)).tolist(),
+        "empty": list(tp.all_reduce(torch.empty(0, 4)).shape),
+        "uneven": bool(torch.equal(tp.all_gather(own, -1, sizes), whole)),
+        "uneven_first": bool(torch.equal(tp.all_gather(own.T, 0, sizes), whole.T)),
+        "even": tp.all_gather(torch.tensor([[rank], [rank]]), 1).tolist(),
+        "even_first": tp.all_gather(torch.tensor([[rank, 7]]), 0).tolist(),
+        "middle": list(tp.all_gather(torch.zeros(2, sizes[rank], 5), -2, sizes).shape),
+        "no_rows": list(tp.all_gather(torch.empty(0, sizes[rank]), 1, sizes).shape),
+        "into": into[:, 0].tolist(),
+        "broadcast": tp.broadcast(torch.tensor([rank * 10]), src=1).tolist(),
+        "object": tp.broadcast_object({"rank": rank} if rank == 0 else None),
+        "objects": tp.all_gather_object("x" * rank),
+        "ring": _ring(tp),
+    }
+    for _ in range(20):
+        tp.barrier()
+    result["listeners"] = sorted(
+        {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    )
+    result["sizes"] = {kind.value: groups[kind].size for kind in GroupKind if kind.value not in ("ep", "eplb")}
+    result["default_group"] = torch.distributed.is_initialized()
+    groups.close()
+    groups.close()
+    return result
+
+
+def _ring(group: Any) -> int:
+    """Each sends to the next and receives from the one before; even ones send first."""
+    got = torch.zeros(1, dtype=torch.int64)
+    mine = torch.tensor([group.rank_in_group])
+    for turn in (0, 1):
+        if group.is_first == (turn == 0):
+            group.send(mine)
+        else:
+            group.recv(got)
+    return int(got)
+
+
+def stages(rank: int, size: int, method: str) -> dict[str, Any]:
+    """PP groups beside TP groups: 2 stages, no group of 1 has a backend."""
+    groups = init_groups(Layout(pp=size), rank, method, timeout_s=30)
+    value = torch.zeros(1)
+    if groups.pp.is_first:
+        groups.pp.send(torch.tensor([42.0]))
+    else:
+        groups.pp.recv(value)
+    return {"value": value.item(), "tp": groups.tp.device_group is None, "last": groups.pp.is_last}
+
+
+def two_worlds(rank: int, size: int, method: str) -> dict[str, Any]:
+    """Two engines in one process: nothing global stands between them."""
+    fd = int(os.environ["SECOND_FD"])
+    first = init_groups(Layout(tp=size), rank, method, timeout_s=30)
+    second = init_groups(Layout(tp=size), rank, f"file:///proc/self/fd/{fd}", timeout_s=30)
+    a = first.tp.all_reduce(torch.tensor([1.0]))
+    b = second.tp.all_reduce(torch.tensor([10.0]))
+    first.close()
+    return {"a": a.item(), "b": b.item(), "after": second.tp.all_reduce(torch.tensor([2.0])).item()}
+
+
+def killed(rank: int, size: int, method: str) -> dict[str, Any]:
+    """The last rank dies by SIGKILL; the others, in a collective, get an error that says where."""
+    tp = init_groups(Layout(tp=size), rank, method, timeout_s=60).tp
+    tp.barrier()
+    if tp.is_last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        tp.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return {"notes": error.__notes__, "fast": time.monotonic() - start < 5}
+    return {}
+
+
+def late(rank: int, size: int, method: str) -> dict[str, Any]:
+    """A rank that never comes to a collective: the others time out."""
+    tp = init_groups(Layout(tp=size), rank, method, timeout_s=1).tp
+    if rank == 0:
+        try:
+            tp.barrier()
+        except RuntimeError as error:
+            os.write(int(os.environ["SIGNAL_FD"]), b"x" * size)
+            return {"notes": error.__notes__}
+    else:
+        os.read(int(os.environ["WAIT_FD"]), 1)
+    return {}
+
+
+def absent(rank: int, size: int, method: str) -> dict[str, Any]:
+    """A rank that never joins the world."""
+    if rank:
+        return {}
+    try:
+        init_groups(Layout(tp=size), rank, method, timeout_s=1)
+    except Exception as error:  # noqa: BLE001  torch raises different classes for it
+        return {"error": type(error).__name__}
+    return {}
+
+
+def main(function: Callable[[int, int, str], dict[str, Any]], size: int) -> int:
+    torch.set_num_threads(1)
+    method = create_rendezvous()[1]
+    os.environ["SECOND_FD"] = str(create_rendezvous()[0])
+    wait, signal_ = os.pipe()
+    os.environ["WAIT_FD"], os.environ["SIGNAL_FD"] = str(wait), str(signal_)
+    pids = []
+    out = Path(sys.argv[3])
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                (out / str(rank)).write_text(json.dumps(function(rank, size, method)))
+                code = 0
+            finally:
+                sys.excepthook(*sys.exc_info()) if code else None  # type: ignore[arg-type]
+                os._exit(code)
+        pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return 0 if all(code in (0, -signal.SIGKILL) for code in codes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(globals()[sys.argv[1]], int(sys.argv[2])))
