@@ -60,6 +60,10 @@ class Device:
     """Name that stays the same whatever the order; passed through untouched."""
     memory: int = 0
     """Total memory in bytes."""
+    bus: str = ""
+    """Address on the PCI bus, such as ``0000:3b:00.0``; empty: unknown."""
+    numa_node: int | None = None
+    """NUMA node of the host that it hangs on; None: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

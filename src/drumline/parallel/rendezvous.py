@@ -14,13 +14,9 @@ network between the machines must be private.
 
 from __future__ import annotations
 
-import os
-
 from drumline.config import ParallelConfig
 from drumline.errors import ConfigError
-
-_MFD_NOEXEC_SEAL = 0x0008
-"""``vm.memfd_noexec`` = 2 demands it; kernels before 6.3 do not know it. The os module has no name for it yet."""
+from drumline.transport.memory import memfd
 
 
 def create_rendezvous(name: str = "drumline-rendezvous") -> tuple[int, str]:
@@ -29,10 +25,7 @@ def create_rendezvous(name: str = "drumline-rendezvous") -> tuple[int, str]:
     Returns (fd, init_method). The fd is close-on-exec; it is passed to the workers and closed by whoever created it
     once they have it. ``init_method`` holds for processes in which the descriptor has this number.
     """
-    try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
-    except OSError:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    fd = memfd(name)
     return fd, file_init_method(fd)
 
 

@@ -1,0 +1,95 @@
+"""The Platform interface: all that drumline knows about a kind of device.
+
+The first half is asked before any worker exists, in processes without torch: it must not import it, open a device or
+leave a descriptor of one open. The second half is called in workers and may import torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from drumline.config import DeviceTable
+from drumline.platforms import host
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of one device, in bytes."""
+
+    free: int
+    total: int
+
+
+class Platform(ABC):
+    """One kind of device. Subclasses set the class variables and write the abstract methods."""
+
+    name: ClassVar[str]
+    """What ``--platform`` and messages call it."""
+    accelerator: ClassVar[bool] = True
+    """Whether each worker needs a device of its own."""
+    device_type: ClassVar[str]
+    """torch's name of the device type, such as ``cuda``."""
+    collective_backend: ClassVar[str] = "gloo"
+    """torch.distributed's name of the backend of device groups."""
+    ray_resource: ClassVar[str] = "GPU"
+    """Ray's name of the resource of which each worker takes one."""
+    needs_tcp_store: ClassVar[bool] = False
+    """Whether its communicators need a TCP store, so that a file in memory is not enough as a rendezvous."""
+    starts_concurrently: ClassVar[bool] = True
+    """Whether its workers may be started at the same time."""
+    visible_devices_variable: ClassVar[str] = ""
+    """Environment variable that chooses and orders devices; its tokens are passed through untouched."""
+    device_files: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of paths of device files; the fork server must have none of them open."""
+
+    @abstractmethod
+    def is_available(self) -> bool:
+        """Whether this machine has at least one usable device of this kind."""
+
+    @abstractmethod
+    def device_table(self) -> DeviceTable:
+        """The devices that this process may use, in the order in which workers count them. ConfigError says why not."""
+
+    @abstractmethod
+    def device_initialised(self) -> bool:
+        """Whether this process has opened a device already, so that it must not fork workers."""
+
+    def worker_environment(self, environ: Mapping[str, str], *, one_machine: bool = True) -> dict[str, str]:
+        """Variables that workers need beside ``environ``. What the user has set is left as it is where it may be."""
+        return {}
+
+    def threads_per_worker(self, wanted: int, workers: int, environ: Mapping[str, str]) -> int:
+        """Compute threads of one of ``workers`` workers on this machine: what is wanted (> 0), else the user's
+        OMP_NUM_THREADS, else cores / workers."""
+        if wanted > 0:
+            return wanted
+        user = environ.get("OMP_NUM_THREADS", "").split(",")[0]
+        if user.isdigit() and int(user) > 0:
+            return int(user)
+        return max(1, host.cores() // max(1, workers))
+
+    # In workers.
+
+    @abstractmethod
+    def set_device(self, index: int) -> torch.device:
+        """Make device ``index`` of the table the current one of this process; what tensors are made on."""
+
+    @abstractmethod
+    def memory(self, index: int) -> DeviceMemory:
+        """Free and total memory of device ``index`` now, by all processes' use."""
+
+    def peer_access(self, first: int, second: int) -> bool:
+        """Whether two devices of this machine reach each other's memory directly."""
+        return False
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the current device has done all that it was given."""
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Give memory that torch keeps for later back to the device."""
