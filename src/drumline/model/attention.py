@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "drumline"
@@ -143,7 +143,7 @@ def make_batch(
     num_kv_heads: int,
     device: torch.device,
 ) -> AttentionBatch:
-    """The attention side of a step. ``tables`` [B, N] block ids; row b has tokens ``num_computed[b] ..`` in the step."""
+    """The attention side of a step. ``tables`` [B, N] block ids; the tokens of row b begin at ``num_computed[b]``."""
     size = cache.block_size
     starts = np.cumsum(num_tokens) - num_tokens
     rows = np.repeat(np.arange(len(num_tokens)), num_tokens)
@@ -259,7 +259,7 @@ def _decode(q: torch.Tensor, cache: KVCache, layer: int, group: DecodeGroup, sca
     keys = _gathered(cache.keys[layer], group.gather, rows)[:, :, : group.max_len]
     values = _gathered(cache.values[layer], group.gather, rows)[:, :, : group.max_len]
     packed = q.reshape(rows, heads, -1, dim)
-    out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=group.mask, scale=scaling)
+    out = functional.scaled_dot_product_attention(packed, keys, values, attn_mask=group.mask, scale=scaling)
     return out.reshape(rows, -1, dim)
 
 
@@ -273,7 +273,9 @@ def _prefill_after_context(
     q: torch.Tensor, ctx: AttentionBatch, layer: int, row: PrefillRow, scaling: float
 ) -> torch.Tensor:
     """[length, Hq, D] for queries [Hq, length, D] that see the context in the cache and each other."""
-    assert ctx.cache is not None and row.gather is not None and ctx.causal is not None
+    assert ctx.cache is not None
+    assert row.gather is not None
+    assert ctx.causal is not None
     keys = _gathered(ctx.cache.keys[layer], row.gather, 1)[0]
     values = _gathered(ctx.cache.values[layer], row.gather, 1)[0]
     pieces = []
@@ -312,7 +314,9 @@ def _by_kv_head(
     grouped = q.reshape(heads, group, count, dim)
     keys = keys[:, None].expand(heads, group, length, dim)
     values = values[:, None].expand(heads, group, length, dim)
-    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, is_causal=is_causal, scale=scaling)
+    out = functional.scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=mask, is_causal=is_causal, scale=scaling
+    )
     return out.reshape(num_q, count, dim).transpose(0, 1)
 
 

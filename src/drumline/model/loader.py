@@ -5,7 +5,7 @@
    which linears are split by rows or columns; ``parallel.shards`` says where. Column-parallel linears just become
    smaller. Row-parallel ones become :class:`RowParallelLinear` (all-reduce, then bias). Embedding and head are split by
    vocabulary, whatever the plan says, so that no rank holds a whole one; the head's logits stay split (``sampling``).
-3. Each parameter is read by ``safe_open(...).get_slice(name)[range]``: a tensor that is to be split is never read whole.
+3. Each parameter is read by ``safe_open(...).get_slice(name)[range]``: a tensor that is to be split is not read whole.
 4. Buffers that are not in checkpoints (rotary frequencies) are made by building their module anew.
 
 Rejected: transformers' own tensor parallelism (cannot split heads unevenly, DTensors swapped in each call), forward
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
+from torch.nn import functional
 
 from drumline.errors import ConfigError, UnsupportedModelError
 from drumline.model import attention
@@ -48,12 +48,15 @@ class TPGroup(Protocol):
     """What parallel layers need of the tensor-parallel group (``parallel.groups.GroupCoordinator``)."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Number of members."""
 
     @property
-    def rank_in_group(self) -> int: ...
+    def rank_in_group(self) -> int:
+        """Place of this rank."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over all members, in place."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., this rank's features] to [..., out_features]."""
-        out = self._group.all_reduce(F.linear(x, self.weight))
+        out = self._group.all_reduce(functional.linear(x, self.weight))
         return out if self.bias is None else out + self.bias
 
 
@@ -97,7 +100,7 @@ class VocabParallelEmbedding(nn.Module):
         """[...] ids to [..., dim]."""
         local = input_ids - self._ids.start
         outside = (local < 0) | (local >= self._ids.size)
-        rows = F.embedding(local.masked_fill(outside, 0), self.weight)
+        rows = functional.embedding(local.masked_fill(outside, 0), self.weight)
         return self._group.all_reduce(rows.masked_fill(outside.unsqueeze(-1), 0))
 
 
@@ -132,7 +135,8 @@ def load_model(
     if spec.tied:
         _tie(model)
     _rebuild_buffers(model, device)
-    return model.eval().requires_grad_(False)
+    loaded: nn.Module = model.eval().requires_grad_(False)
+    return loaded
 
 
 def vocab_range(spec: ModelSpec, group: TPGroup) -> Range:

@@ -1,7 +1,7 @@
 """Runs steps on one rank: keeps the state of each slot, applies plans, packs the forward, samples.
 
-State of a slot is rows of numpy arrays: its known tokens, its block table, counts, sampling parameters. A plan says what
-changed (``plan.step``), in the order: freed, starts, blocks, forward. Nothing here decides anything; what a plan could
+State of a slot is rows of numpy arrays: its known tokens, its block table, counts, sampling parameters. A plan says
+what changed (``plan.step``), in the order: freed, starts, blocks, forward. Nothing here decides anything; what a plan could
 contradict (a token source, an unknown slot) is checked and raises, since ranks that disagree answer nonsense.
 
 One step::

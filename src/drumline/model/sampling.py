@@ -42,12 +42,15 @@ class GatherGroup(Protocol):
     """What sampling needs of the tensor-parallel group (``parallel.groups.GroupCoordinator``)."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Number of members."""
 
     @property
-    def rank_in_group(self) -> int: ...
+    def rank_in_group(self) -> int:
+        """Place of this rank."""
 
-    def all_gather(self, tensor: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> torch.Tensor: ...
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> torch.Tensor:
+        """All members' tensors along ``dim``; ``sizes`` are their extents where they differ."""
 
 
 @dataclass(frozen=True)

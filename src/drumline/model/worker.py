@@ -150,7 +150,7 @@ class ModelWorker:
     def _free_device_memory(self) -> int:
         self.runner.run_dummy(self.config.scheduler.max_num_batched_tokens)
         torch.cuda.synchronize(self.device)
-        peak = torch.cuda.memory_stats(self.device)["reserved_bytes.all.peak"]
+        peak: int = torch.cuda.memory_stats(self.device)["reserved_bytes.all.peak"]
         free, total = torch.cuda.mem_get_info(self.device)
         other = total - free - torch.cuda.memory_reserved(self.device)
         return max(int(total * self.config.cache.gpu_memory_utilization) - peak - other, 0)

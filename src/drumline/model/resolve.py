@@ -1,0 +1,144 @@
+"""From what the user named to a local folder that can be loaded. No torch, no transformers.
+
+=============================  ===================================================================================
+name                           folder
+=============================  ===================================================================================
+empty                          the embedded default model, converted into the user's cache at first use
+a folder                       itself
+``owner/name`` or ``name``     the hub's snapshot: configuration first (an unsupported model costs no download), then
+                               safetensors and tokenizer files only. HF_TOKEN, HF_HUB_OFFLINE, HF_HOME are heeded
+=============================  ===================================================================================
+
+Everything that cannot work raises ConfigError before any worker process is started, with what to do about it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from drumline.config import ModelConfig
+from drumline.errors import ConfigError
+from drumline.model import default_model
+from drumline.model.progress import ConsoleProgress, Progress
+from drumline.model.spec import read_spec
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+_WEIGHT_FILES = ["*.safetensors"]
+_IGNORED = ["*/*", "consolidated*"]
+"""Subfolders (other formats) and copies of the weights in the vendor's own format."""
+
+
+def resolve(config: ModelConfig, progress: Progress | None = None) -> ModelConfig:
+    """The configuration with ``path`` (and ``tokenizer``, if it was given) set to local folders that were checked.
+
+    ``progress`` gets texts and fractions while something is fetched or converted; by default a bar on stderr.
+    Raises ConfigError, or UnsupportedModelError for a model that cannot be served.
+    """
+    if config.load_format not in ("auto", "safetensors", "dummy"):
+        raise ConfigError(f"--load-format {config.load_format} is unknown; use auto, safetensors or dummy")
+    progress = progress or ConsoleProgress()
+    weights = config.load_format != "dummy"
+    if not config.model:
+        path = _default(progress)
+    else:
+        path = _folder(config.model, config.revision, weights=weights, option="the model")
+    read_spec(path)
+    if weights:
+        _check_weights(path)
+    tokenizer = config.tokenizer and str(_folder(config.tokenizer, None, weights=False, option="--tokenizer"))
+    return replace(config, path=str(path), tokenizer=tokenizer)
+
+
+def _check_weights(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    others = sorted({path.name for suffix in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(suffix)})
+    hint = f"; {', '.join(others[:3])} cannot be read, convert the model to safetensors" if others else ""
+    raise ConfigError(f"{folder} has no weights (*.safetensors){hint}. --load-format dummy needs none")
+
+
+def _folder(name: str, revision: str | None, *, weights: bool, option: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists():
+        raise ConfigError(f"{option} {name} is a file; name the folder that holds config.json and *.safetensors")
+    if name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
+        raise ConfigError(f"{option} {name}: there is no such folder")
+    return _snapshot(name, revision, weights=weights)
+
+
+# --- the default model -----------------------------------------------------------------------------------------------
+
+
+def _default(progress: Progress) -> Path:
+    """Folder of the default model; made in a process of its own where it is not there yet."""
+    folder = default_model.default_folder()
+    if folder.is_dir():
+        return folder
+    command = [sys.executable, "-m", "drumline.model.default_model", "--machine"]
+    message, last = "", ""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            kind, _, rest = line.rstrip("\n").partition(" ")
+            if kind == "@":
+                fraction, _, last = rest.partition(" ")
+                progress(last, float(fraction))
+            elif kind == "!":
+                message = rest
+    if process.returncode != 0:
+        raise ConfigError(message or f"preparing the default model ended with code {process.returncode} while {last}")
+    return folder
+
+
+# --- the hub ---------------------------------------------------------------------------------------------------------
+
+
+def _snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
+    """Local snapshot of a hub model."""
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ConfigError(f"{name} is no folder, and huggingface_hub is not installed: {error}") from error
+    try:
+        if weights:
+            read_spec(Path(huggingface_hub.hf_hub_download(name, "config.json", revision=revision)).parent)
+        patterns = [*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else [])]
+        folder = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED
+        )
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001  httpx, requests and the hub's own: all mean that we do not have it
+        raise ConfigError(f"cannot get {name} from the hub: {_reason(error)}") from error
+    return Path(folder)
+
+
+def _reason(error: Any) -> str:
+    """One sentence about an exception of the hub's client."""
+    kind = type(error).__name__
+    known = {
+        "RepositoryNotFoundError": "there is no such model, or it is private and HF_TOKEN does not open it",
+        "GatedRepoError": "access must be granted on its page first; set HF_TOKEN to your token",
+        "RevisionNotFoundError": "it has no such --revision",
+        "EntryNotFoundError": "it has no config.json",
+        "RemoteEntryNotFoundError": "it has no config.json",
+        "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set and it was not fetched before",
+        "HFValidationError": "that is neither a folder here nor a valid name",
+    }
+    if kind in known:
+        return known[kind]
+    if kind == "LocalEntryNotFoundError" or isinstance(error, OSError) or "Connect" in kind or "Timeout" in kind:
+        from huggingface_hub import constants
+
+        if constants.HF_HUB_OFFLINE:
+            return known["OfflineModeIsEnabled"]
+        return "there is no network, and it was not fetched before (name a local folder instead)"
+    return f"{kind}: {error}"
