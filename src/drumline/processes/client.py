@@ -1,0 +1,323 @@
+"""The client's side of the fork server: start it or join it, and have children made.
+
+Nothing here reads the connection: that is the work of the one :class:`drumline.processes.supervisor.Supervisor` that
+claims the fork server in this process. The fork server itself gets no PDEATHSIG, since that follows the *thread* that
+started it, which may end; its bond to the root is the connection and a pidfd.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from socket import socket
+from typing import TYPE_CHECKING
+
+from drumline.errors import ChannelClosedError, DrumlineError, FailureReport
+from drumline.processes import messages as m
+from drumline.processes.connection import Connection, socket_pair
+from drumline.processes.core import Exit, State
+from drumline.processes.logs import LogConfig
+from drumline.processes.reports import exit_report
+from drumline.processes.titles import FORK_SERVER
+
+if TYPE_CHECKING:
+    from drumline.processes.supervisor import Supervisor
+
+_keys = itertools.count(1)
+_open_servers: weakref.WeakSet[ForkServer] = weakref.WeakSet()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """What child to make."""
+
+    role: str
+    """Name until it calls ``set_name``: ``Worker_3``, ``EngineCore_DP0``."""
+    target: str
+    """``pkg.mod:function``, called as ``function(context: ChildContext, payload: bytes)``."""
+    payload: bytes = b""
+    rank: int | None = None
+    env: Mapping[str, str | None] = field(default_factory=dict)
+    """Changes to the root's environment; None removes. Variables that are read when an interpreter or a library starts
+    (:data:`drumline.processes.environment.READ_AT_IMPORT`) make the child be executed fresh instead of forked."""
+    threads: int = 0
+    """Compute threads (OMP_NUM_THREADS and kin, torch); 0: what the environment says."""
+    cpus: tuple[int, ...] = ()
+    """CPUs that it may run on; empty: all of the fork server's."""
+    numa_node: int | None = None
+    """Node that its memory should come from (asked for; a refusal is only logged)."""
+    fds: tuple[int, ...] = ()
+    """Descriptors that it gets, in this order, as ``context.fds``. The caller keeps (and closes) its own."""
+    forkserver_access: bool = False
+    """It gets a connection of its own to the fork server: ``context.forkserver``."""
+    fresh: bool = False
+    """Execute it in any case."""
+
+
+class Member:
+    """What an owner holds of a process: a connection, an identity, a state. The supervisor keeps it up to date."""
+
+    def __init__(
+        self,
+        role: str,
+        rank: int | None,
+        conn: Connection[m.ToOwner],
+        *,
+        key: int | None = None,
+        server: ForkServer | None = None,
+        pid: int = 0,
+    ) -> None:
+        self.key = next(_keys) if key is None else key
+        self.role = role
+        self.rank = rank
+        self.conn = conn
+        self.server = server
+        self.pid = pid
+        self.pidfd = -1
+        self.state = State.STARTING
+        self.phase = "starting"
+        self.log_file = ""
+        self.info = b""
+        """What it said with ``ready``."""
+        self.exit: Exit | None = None
+        """How it ended, once it is gone."""
+        self.report: FailureReport | None = None
+        """Its own failure, if it failed."""
+        self.fresh = False
+        """It was executed, not forked."""
+
+    @property
+    def name(self) -> str:
+        """Current name: ``Worker_TP1``."""
+        return self.role
+
+    def send(self, data: bytes, timeout_s: float = 5.0) -> None:
+        """Bytes for its ``on_message``. ChannelClosedError if it is gone, TimeoutError if it does not read."""
+        self.conn.send(m.Data(data), timeout_s=timeout_s)
+
+    def signal(self, number: int) -> bool:
+        """Send a signal; never hits another process that got the same pid. False if it is gone."""
+        if self.pidfd < 0:
+            return False
+        try:
+            signal.pidfd_send_signal(self.pidfd, number)
+        except OSError:
+            return False
+        return True
+
+    def __repr__(self) -> str:
+        return f"<Member {self.role} pid={self.pid} {self.state.name} {self.phase!r}>"
+
+
+class ForkServer:
+    """A connection to a fork server. Thread-safe.
+
+    :meth:`start` makes one whose root is this process; :meth:`attach` uses a connection that one gave us.
+    """
+
+    def __init__(self, conn: Connection[m.ToClient], process: subprocess.Popen[bytes] | None, log_file: str) -> None:
+        self.conn = conn
+        self.process = process
+        self.pid = process.pid if process else 0
+        self.pidfd = os.pidfd_open(process.pid) if process else -1
+        self.log_file = log_file
+        self.phase = "starting"
+        self.obstacles: list[str] = []
+        """Why it does not fork, if it does not (children are then executed fresh)."""
+        self.import_seconds: dict[str, float] = {}
+        self.members: dict[int, Member] = {}
+        self.closing = False
+        self._owner_pid = os.getpid()
+        self._supervisor: weakref.ref[Supervisor] | None = None
+        self._lock = threading.Lock()
+        _open_servers.add(self)
+
+    @classmethod
+    def start(
+        cls,
+        preload: tuple[str, ...] = (),
+        env: Mapping[str, str | None] | None = None,
+        log: LogConfig | None = None,
+        *,
+        role: str = "Root",
+        grace_s: float = 1.0,
+    ) -> ForkServer:
+        """Start a fork server with this process as its root; returns before it has imported anything.
+
+        ``preload``: modules that it imports before it forks. One that fails to import ends it, with a report.
+        ``env``: changes to this process's environment, for it and all children. ``role``: what reports of this
+        process's death call it.
+        """
+        if not sys.executable:
+            raise DrumlineError("sys.executable is empty: this interpreter cannot be started again (embedded Python?)")
+        log = log or LogConfig.create()
+        base = {k: v for k, v in {**os.environ, **(env or {})}.items() if v is not None}
+        ours, theirs = socket_pair()
+        console_fd = log.console_fd if _is_open(log.console_fd) else -1
+        with theirs:
+            process = subprocess.Popen(
+                _command("drumline.processes.forkserver", theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                env=server_environment(base),
+                pass_fds=[fd for fd in (theirs.fileno(), console_fd) if fd >= 0],
+            )
+        conn: Connection[m.ToClient] = Connection(ours, m.ToClient)
+        server = cls(conn, process, str(Path(log.dir) / f"{FORK_SERVER}-{process.pid}.log"))
+        begin = m.Begin(
+            role=role,
+            pid=os.getpid(),
+            sys_path=[str(entry) for entry in sys.path],
+            preload=list(preload),
+            env=base,
+            log_dir=log.dir,
+            log_level=log.level,
+            console_fd=console_fd,
+            grace_s=grace_s,
+        )
+        own_pidfd = os.pidfd_open(os.getpid())
+        try:
+            conn.send(begin, fds=[own_pidfd])
+        except (ChannelClosedError, TimeoutError):
+            pass  # whoever supervises it sees its end
+        finally:
+            os.close(own_pidfd)
+        return server
+
+    @classmethod
+    def attach(cls, sock: socket) -> ForkServer:
+        """Use a connection that a fork server made for this process."""
+        return cls(Connection(sock, m.ToClient), None, "")
+
+    def spawn(self, spec: ProcessSpec) -> Member:
+        """Ask for a child and return at once. Give the member to a supervisor, which sees it start, fail, end."""
+        if self.closing:
+            raise DrumlineError("this fork server has been closed")
+        ours, theirs = socket_pair()
+        member = Member(spec.role, spec.rank, Connection(ours, m.ToOwner), server=self)
+        message = m.Spawn(
+            key=member.key,
+            role=spec.role,
+            target=spec.target,
+            payload=spec.payload,
+            rank=spec.rank,
+            env=dict(spec.env),
+            threads=spec.threads,
+            cpus=list(spec.cpus),
+            numa_node=spec.numa_node,
+            forkserver_access=spec.forkserver_access,
+            fresh=spec.fresh,
+        )
+        self.members[member.key] = member
+        with theirs, contextlib.suppress(ChannelClosedError, TimeoutError):  # the supervisor sees to both
+            self.conn.send(message, fds=[theirs.fileno(), *spec.fds], timeout_s=0.0)
+        return member
+
+    def claim(self, supervisor: Supervisor | None) -> None:
+        """Say who reads the connection (None: nobody any more)."""
+        with self._lock:
+            current = self._supervisor() if self._supervisor else None
+            if supervisor is not None and current is not None and current is not supervisor:
+                raise DrumlineError("a fork server has one supervisor in a process; close the other one first")
+            self._supervisor = weakref.ref(supervisor) if supervisor else None
+
+    def death_report(self) -> FailureReport:
+        """How it ended. Waits a moment for its exit status."""
+        code: int | None = None
+        if self.process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self.process.wait(timeout=0.1)
+        killed = code is not None and code < 0
+        return exit_report(
+            role=FORK_SERVER,
+            rank=None,
+            pid=self.pid,
+            phase=self.phase,
+            code=None if killed else code,
+            signal=-code if killed and code is not None else None,
+            log_file=self.log_file,
+        )
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """End it and all its children if we started it, else only this connection. Idempotent, bounded."""
+        with self._lock:
+            if self.closing or os.getpid() != self._owner_pid:
+                return
+            self.closing = True
+        _open_servers.discard(self)
+        if self.process is not None:
+            with contextlib.suppress(ChannelClosedError, TimeoutError):
+                self.conn.send(m.Shutdown(), timeout_s=0.0)
+            self._reap(self.process, timeout_s)
+        supervisor = self._supervisor() if self._supervisor else None
+        if supervisor is not None:
+            supervisor.release(self)
+        self.conn.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    def _reap(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ForkServer pid={self.pid} {self.phase!r}>"
+
+
+@atexit.register
+def _close_all() -> None:
+    """A program that ends without closing is no failure: the fork server must not report the root's death."""
+    for server in list(_open_servers):
+        server.close(timeout_s=2.0)
+
+
+def _is_open(fd: int) -> bool:
+    if fd < 0:
+        return False
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def package_folder() -> str:
+    """Folder that must be on sys.path for ``import drumline``."""
+    return str(Path(__file__).resolve().parents[2])
+
+
+def _command(module: str, fd: int) -> list[str]:
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    # -P: the working directory is no place to import from (it may hold a file named like a module).
+    return [sys.executable, *flags, "-P", "-m", module, str(fd)]
+
+
+def server_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Environment in which our own modules are executed: one thread of every kind, drumline importable."""
+    from drumline.processes.environment import ONE_THREAD
+
+    path = base.get("PYTHONPATH", "")
+    return {**base, **ONE_THREAD, "PYTHONPATH": os.pathsep.join([package_folder(), *([path] if path else [])])}
+
+
+__all__ = ["ForkServer", "Member", "ProcessSpec"]

@@ -1,0 +1,43 @@
+"""Which environment variables a forked child can still be given.
+
+A forked child has its interpreter and libraries loaded. Variables that they read while loading would have no effect
+any more, so a child that wants other values than the fork server had is executed fresh. Everything else is read when
+it is used (CUDA_VISIBLE_DEVICES by cuInit, NCCL_* and GLOO_* when a group is made) and is simply set.
+
+Thread counts are the exception: the fork server needs OMP_NUM_THREADS=1 and kin for itself, and children set theirs
+through torch, so these differ without harm.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+ONE_THREAD = dict.fromkeys(THREAD_VARIABLES, "1")
+
+READ_AT_IMPORT = re.compile(
+    r"LD_.*|GLIBC_TUNABLES|MALLOC_.*|_RJEM_MALLOC_CONF|JE_MALLOC_CONF"  # dynamic loader and allocators
+    r"|PYTHON.*"  # the interpreter
+    r"|OMP_.*|GOMP_.*|KMP_.*|MKL_.*|OPENBLAS_.*|BLIS_.*|VECLIB_.*"  # compute libraries
+    r"|TORCH(?!_NCCL_).*|PYTORCH_.*|ATEN_.*|TRITON_.*"
+    r"|HF_.*|HUGGINGFACE_.*|TRANSFORMERS_.*|SAFETENSORS_.*"
+)
+"""Names (full match) of variables that are read while an interpreter or a library loads."""
+
+
+def needs_fresh(base: Mapping[str, str], changes: Mapping[str, str | None]) -> list[str]:
+    """Names among ``changes`` whose new value a forked child would not notice; empty: fork."""
+    return sorted(
+        name
+        for name, value in changes.items()
+        if name not in THREAD_VARIABLES and READ_AT_IMPORT.fullmatch(name) and base.get(name) != value
+    )
+
+
+def child_environment(base: Mapping[str, str], changes: Mapping[str, str | None], threads: int) -> dict[str, str]:
+    """The child's whole environment. ``threads`` > 0 wins over the variables."""
+    env = {name: value for name, value in {**base, **changes}.items() if value is not None}
+    if threads > 0:
+        env.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
+    return env

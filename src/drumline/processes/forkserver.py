@@ -1,0 +1,504 @@
+"""``python -m drumline.processes.forkserver FD``: the process that makes all others of one root.
+
+It is executed (the user's ``__main__`` is never run again), imports what it was told to once, with one thread of every
+kind, and then only forks, reaps and watches. It never computes and opens no device. One thread, one poll loop::
+
+    root ========connection, pidfd=======> +-----------+ --fork--> EngineCore (a client too, if it was given access)
+    EngineCore ==connection==============> | ForkServer| --fork--> Worker ...
+    SIGCHLD, SIGTERM --wakeup fd---------> +-----------+ --exec--> child that needs other import-time variables
+
+Deaths:
+
+- A child's end is told to its owner (the client that had it made), with exit code or signal: this is the real parent.
+- An owner's end (its connection or its pidfd): its children are killed after a grace of 1 s.
+- The root's end without a goodbye: as the highest survivor this process prints the report on the console, kills all
+  children after the grace and exits. While imports run (no loop yet) a timer signal looks for it.
+- Its own end: the children have PDEATHSIG, which follows the thread that forked them: the only one here.
+
+It is a subreaper: orphans of its children become its own, are reaped, and are killed when their grace is over.
+
+Forking is only right when no other thread holds a lock at that moment and no device driver is in use, so that is
+checked after the imports (threads by name against an allow-list, open device files, torch's own opinion). If the check
+fails, it says so and children are executed fresh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import types
+import warnings
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import msgspec
+
+from drumline.errors import ChannelClosedError, FailureReport
+from drumline.processes import linux
+from drumline.processes import messages as m
+from drumline.processes.child import ChildStart, run_child
+from drumline.processes.client import _command, package_folder
+from drumline.processes.connection import Connection, Frame, socket_pair
+from drumline.processes.environment import child_environment, needs_fresh
+from drumline.processes.logs import ProcessLog
+from drumline.processes.reports import exit_report, make_report, print_report
+from drumline.processes.titles import FORK_SERVER, set_title
+
+_SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
+_LAST_WAIT_S = 2.0
+"""How long the end waits for killed children before it leaves them to the kernel (state D)."""
+
+
+@dataclass(eq=False)
+class _Client:
+    """Someone who may ask for children."""
+
+    conn: Connection[m.ToServer]
+    pidfd: int
+    root: bool = False
+    gone: bool = False
+
+
+@dataclass(eq=False)
+class _Child:
+    """One child that has not been reaped."""
+
+    key: int
+    pid: int
+    pidfd: int
+    owner: _Client
+    kill_at: float | None = None
+    as_client: _Client | None = field(default=None)
+
+
+class ForkServerProcess:
+    """State of the process; see the module."""
+
+    def __init__(self, fd: int) -> None:
+        self.root = _Client(Connection.from_fd(fd, m.ToServer), -1, root=True)
+        self.clients = [self.root]
+        self.children: dict[int, _Child] = {}
+        self.strays: dict[int, float] = {}
+        self.obstacles: list[str] = []
+        self.early: list[Frame[m.ToServer]] = []
+        self.ending: float | None = None
+        self.terminated = False
+        self.exit_code = 0
+        self.oom_kills = linux.oom_kills()
+        self.wake_r, self.wake_w = os.pipe()
+
+    # ---- start ----
+
+    def run(self) -> int:
+        """The whole life; exit code."""
+        self._catch_signals()
+        if not self._begin():
+            return 1
+        set_title(FORK_SERVER)
+        self.log = ProcessLog(self.begin.log_dir, FORK_SERVER, self.begin.log_level, self.console_fd)
+        linux.become_subreaper()
+        if not self._import_all():
+            return 1
+        self._check()
+        gc.collect()
+        gc.freeze()
+        self._handle_frames(self.root, self.early)
+        while not self._done():
+            self._turn()
+        return self.exit_code
+
+    def _catch_signals(self) -> None:
+        os.set_blocking(self.wake_w, False)
+        os.set_blocking(self.wake_r, False)
+        signal.set_wakeup_fd(self.wake_w, warn_on_full_buffer=False)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+    def _on_sigterm(self, number: int, frame: types.FrameType | None) -> None:
+        self.terminated = True
+
+    def _begin(self) -> bool:
+        frames: list[Frame[m.ToServer]] = []
+        deadline = time.monotonic() + 60
+        while not frames and not self.root.conn.eof and time.monotonic() < deadline:
+            frames = self.root.conn.receive_wait(1.0)
+        if not frames or not isinstance(frames[0].message, m.Begin):
+            return False
+        self.begin = frames[0].message
+        self.root.pidfd = frames[0].fds[0]
+        self.early = frames[1:]
+        sys.path[:] = self.begin.sys_path
+        os.environ.pop("PYTHONPATH", None)
+        os.environ.update({name: path for name, path in self.begin.env.items() if name == "PYTHONPATH"})
+        # A number of its own: descriptor 2 becomes the log file.
+        self.console_fd = os.dup(self.begin.console_fd) if self.begin.console_fd >= 0 else -1
+        return True
+
+    def _import_all(self) -> bool:
+        signal.signal(signal.SIGALRM, self._look_for_root)
+        signal.siginterrupt(signal.SIGALRM, False)
+        signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
+        seconds = {}
+        phase = "starting"
+        try:
+            for name in self.begin.preload:
+                phase = f"imports {name}"
+                self._tell(self.root, m.ServerPhase(phase, str(self.log.path)))
+                start = time.monotonic()
+                importlib.import_module(name)
+                seconds[name] = time.monotonic() - start
+        except BaseException as error:  # noqa: BLE001 (whatever it is, the root must hear of it)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            report = make_report(error, role=FORK_SERVER, phase=phase, log_file=str(self.log.path))
+            report.message = f"{report.message} (module {phase.partition(' ')[2]} of the preload list)"
+            self.log.note(report.text())
+            self._tell(self.root, m.ServerFailed(report), timeout_s=1.0)
+            return False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        self.import_seconds = seconds
+        return True
+
+    def _look_for_root(self, number: int, frame: types.FrameType | None) -> None:
+        if self.terminated:
+            os._exit(128 + signal.SIGTERM)
+        if _is_gone(self.root.pidfd) or _hung_up(self.root.conn.fd):
+            if not self._said_goodbye():
+                print_report(self._root_report(), self.console_fd)
+            os._exit(1)
+
+    def _said_goodbye(self) -> bool:
+        with contextlib.suppress(ChannelClosedError):
+            self.early += self.root.conn.receive()
+        return any(isinstance(frame.message, m.Shutdown) for frame in self.early)
+
+    def _check(self) -> None:
+        self.obstacles = find_obstacles()
+        for obstacle in self.obstacles:
+            print(f"WARNING children are executed fresh instead of forked: {obstacle}", file=sys.stderr)
+        self._tell(self.root, m.ServerReady(self.obstacles, self.import_seconds))
+
+    # ---- loop ----
+
+    def _turn(self) -> None:
+        poller = select.poll()
+        poller.register(self.wake_r, select.POLLIN)
+        by_fd: dict[int, _Client] = {}
+        for client in self.clients:
+            events = select.POLLIN | (select.POLLOUT if client.conn.pending else 0)
+            poller.register(client.conn.fd, events)
+            by_fd[client.conn.fd] = client
+            if client.pidfd >= 0:
+                poller.register(client.pidfd, select.POLLIN)
+                by_fd[client.pidfd] = client
+        for fd, _ in poller.poll(self._timeout_ms()):
+            if fd == self.wake_r:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self.wake_r, 4096)
+            elif not by_fd[fd].gone:
+                self._serve(by_fd[fd], fd)
+        self._reap()
+        if self.terminated and self.ending is None:
+            self._end_by_sigterm()
+        self._kill_overdue()
+
+    def _timeout_ms(self) -> float | None:
+        times = [child.kill_at for child in self.children.values() if child.kill_at is not None]
+        times += self.strays.values()
+        if self.ending is not None:
+            times.append(self.ending)
+        if not times:
+            return None
+        return max(0.0, min(times) - time.monotonic()) * 1000 + 1
+
+    def _done(self) -> bool:
+        if self.ending is None:
+            return False
+        return (not self.children and not self.strays) or time.monotonic() > self.ending
+
+    def _serve(self, client: _Client, fd: int) -> None:
+        if fd == client.pidfd:
+            self._client_gone(client)
+            return
+        try:
+            client.conn.flush()
+            frames = client.conn.receive()
+        except (ChannelClosedError, msgspec.MsgspecError):
+            frames, client.conn.eof = [], True
+        self._handle_frames(client, frames)
+        if client.conn.eof and not client.gone:
+            self._client_gone(client)
+
+    def _handle_frames(self, client: _Client, frames: list[Frame[m.ToServer]]) -> None:
+        for frame in frames:
+            if isinstance(frame.message, m.Spawn):
+                self._spawn(client, frame.message, frame.fds)
+            elif isinstance(frame.message, m.Shutdown) and client.root:
+                client.gone = True
+                self._end_all()
+                self._drop_client(client)
+            _close(frame.fds)
+
+    # ---- deaths ----
+
+    def _client_gone(self, client: _Client) -> None:
+        client.gone = True
+        if client.root:
+            if self.ending is None:
+                print_report(self._root_report(), self.console_fd)
+                self.exit_code = 1
+                self._end_all()
+            self._drop_client(client)
+            return
+        kill_at = time.monotonic() + self.begin.grace_s
+        for child in self.children.values():
+            if child.owner is client:
+                child.kill_at = min(child.kill_at or kill_at, kill_at)
+        self._drop_client(client)
+
+    def _drop_client(self, client: _Client) -> None:
+        if client in self.clients:
+            self.clients.remove(client)
+        client.conn.close()
+        if client.root and client.pidfd >= 0:  # that of others belongs to their child record
+            os.close(client.pidfd)
+        client.pidfd = -1
+
+    def _root_report(self) -> FailureReport:
+        code, number = linux.exit_of(self.root.pidfd)
+        return exit_report(
+            role=self.begin.role,
+            rank=None,
+            pid=self.begin.pid,
+            phase="",
+            code=code,
+            signal=number,
+            message="it ended without closing; all its processes are being ended",
+        )
+
+    def _end_all(self) -> None:
+        now = time.monotonic()
+        self.ending = now + self.begin.grace_s + _LAST_WAIT_S
+        for child in self.children.values():
+            child.kill_at = now + self.begin.grace_s
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(child.pidfd, signal.SIGTERM)
+
+    def _end_by_sigterm(self) -> None:
+        self.exit_code = 128 + signal.SIGTERM
+        report = exit_report(
+            role=FORK_SERVER,
+            rank=None,
+            pid=os.getpid(),
+            phase="ready",
+            code=None,
+            signal=signal.SIGTERM,
+            log_file=str(self.log.path),
+        )
+        for client in self.clients:
+            self._tell(client, m.ServerFailed(report))
+        self._end_all()
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                result = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG)
+            except ChildProcessError:
+                return
+            if result is None:
+                return
+            self.strays.pop(result.si_pid, None)
+            child = self.children.pop(result.si_pid, None)
+            if child is not None:
+                self._tell_exit(child, result)
+                self._adopt_strays()
+
+    def _tell_exit(self, child: _Child, result: os.waitid_result) -> None:
+        killed = result.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+        oom = False
+        if killed and result.si_status == signal.SIGKILL:
+            kills = linux.oom_kills()
+            oom = kills is not None and self.oom_kills is not None and kills > self.oom_kills
+            self.oom_kills = kills
+        message = m.Exited(
+            key=child.key,
+            code=None if killed else result.si_status,
+            signal=result.si_status if killed else None,
+            oom=oom,
+            time=time.time(),
+        )
+        if not child.owner.gone:
+            self._tell(child.owner, message)
+        if child.as_client is not None and not child.as_client.gone:
+            self._client_gone(child.as_client)
+        os.close(child.pidfd)
+
+    def _adopt_strays(self) -> None:
+        """Descendants of a child that ended are ours now; they get the grace too."""
+        kill_at = time.monotonic() + self.begin.grace_s
+        for pid in linux.children_of(os.getpid()):
+            if pid not in self.children:
+                self.strays.setdefault(pid, kill_at)
+
+    def _kill_overdue(self) -> None:
+        now = time.monotonic()
+        for child in self.children.values():
+            if child.kill_at is not None and now >= child.kill_at:
+                child.kill_at = None
+                with contextlib.suppress(OSError):
+                    signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+        for pid, kill_at in list(self.strays.items()):
+            if now >= kill_at:
+                del self.strays[pid]
+                with contextlib.suppress(OSError):  # unreaped children keep their pid, so it is the right one
+                    os.kill(pid, signal.SIGKILL)
+
+    # ---- births ----
+
+    def _spawn(self, client: _Client, spawn: m.Spawn, fds: list[int]) -> None:
+        if self.ending is not None or _hung_up(fds[0]):
+            return  # nobody is left who would want it
+        reasons = self.obstacles or needs_fresh(self.begin.env, spawn.env)
+        fresh = spawn.fresh or bool(reasons)
+        ours: socket.socket | None = None
+        theirs: socket.socket | None = None
+        if spawn.forkserver_access:
+            ours, theirs = socket_pair()
+        start = ChildStart(
+            spawn=spawn,
+            env=child_environment(self.begin.env, spawn.env, spawn.threads),
+            conn_fd=fds[0],
+            fds=fds[1:],
+            server_fd=theirs.fileno() if theirs else -1,
+            server_pid=os.getpid(),
+            console_fd=self.console_fd,
+            log_dir=self.begin.log_dir,
+            log_level=self.begin.log_level,
+            grace_s=self.begin.grace_s,
+        )
+        try:
+            pid = self._execute(start) if fresh else self._fork(start, ours, theirs)
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            report = make_report(error, role=spawn.role, rank=spawn.rank, phase="starting")
+            self._tell(client, m.SpawnFailed(spawn.key, report))
+            for sock in (ours, theirs):
+                if sock is not None:
+                    sock.close()
+            return
+        child = self.children[pid] = _Child(spawn.key, pid, pidfd, client)
+        if ours is not None and theirs is not None:
+            theirs.close()
+            child.as_client = _Client(Connection(ours, m.ToServer), pidfd)
+            self.clients.append(child.as_client)
+            self._tell(child.as_client, m.ServerReady(self.obstacles, self.import_seconds))
+        self._tell(client, m.Spawned(spawn.key, pid, fresh), fds=[pidfd])
+
+    def _fork(self, start: ChildStart, *sockets: socket.socket | None) -> int:
+        # Signals wait until the child has handlers of its own.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # threads: checked by name
+                pid = os.fork()
+            if pid == 0:
+                self._become_child(start, [sock for sock in sockets if sock is not None])
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return pid
+
+    def _become_child(self, start: ChildStart, sockets: list[socket.socket]) -> NoReturn:
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            # Objects that own descriptors must forget them: their numbers will belong to others.
+            for client in self.clients:
+                client.conn.abandon()
+            for sock in sockets:
+                sock.detach()
+            run_child(start)
+        finally:
+            os._exit(70)
+
+    def _execute(self, start: ChildStart) -> int:
+        spec_fd = os.memfd_create("drumline-child")
+        inherited = [fd for fd in (spec_fd, start.conn_fd, *start.fds, start.server_fd, start.console_fd) if fd >= 0]
+        try:
+            spec = m.FreshSpec(sys_path=self.begin.sys_path, **vars(start))
+            with os.fdopen(os.dup(spec_fd), "wb") as file:
+                file.write(msgspec.msgpack.encode(spec))
+            for fd in inherited:
+                os.set_inheritable(fd, True)
+            env = dict(start.env)
+            path = env.get("PYTHONPATH", "")
+            env["PYTHONPATH"] = os.pathsep.join([package_folder(), *([path] if path else [])])
+            command = _command("drumline.processes.fresh", spec_fd)
+            return os.posix_spawn(sys.executable, command, env)
+        finally:
+            for fd in inherited:
+                os.set_inheritable(fd, False)
+            os.close(spec_fd)
+
+    def _tell(self, client: _Client, message: object, fds: list[int] | None = None, timeout_s: float = 0.0) -> None:
+        with contextlib.suppress(ChannelClosedError, TimeoutError):  # its end is seen elsewhere; what waits goes later
+            client.conn.send(message, fds=fds or [], timeout_s=timeout_s)
+
+
+def find_obstacles() -> list[str]:
+    """Why this process should not fork; empty: it may."""
+    found = []
+    names = {name for tid, name in linux.thread_names().items() if tid != os.getpid()}
+    foreign = sorted(names - linux.ALLOWED_THREADS)
+    if foreign:
+        found.append(f"an import started threads: {', '.join(foreign)}")
+    devices = linux.device_files()
+    if devices:
+        found.append(f"an import opened devices: {', '.join(devices)}")
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        found.append("an import initialised CUDA")
+    return found
+
+
+def _is_gone(pidfd: int) -> bool:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def _hung_up(fd: int) -> bool:
+    poller = select.poll()
+    poller.register(fd, select.POLLRDHUP)
+    return bool(poller.poll(0))
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    fds.clear()
+
+
+def main() -> None:
+    """Entry point."""
+    server = ForkServerProcess(int(sys.argv[1]))
+    code = server.run()
+    with contextlib.suppress(AttributeError):
+        server.log.finish()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The few things of Linux that Python's standard library does not give: prctl, /proc, memory policy.
+
+Nothing here keeps state. Functions that read ``/proc`` answer with something neutral when the process is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import platform
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_MPOL_PREFERRED = 1
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+
+ALLOWED_THREADS = frozenset({"jemalloc_bg_thd"})
+"""Threads that may live in a process that forks: they hold no lock that a child needs (jemalloc has fork handlers)."""
+
+DEVICE_PREFIXES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/habanalabs", "/dev/davinci")
+"""Open files below these mean that a device was touched; its driver does not survive a fork."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+def die_with_parent(parent_pid: int) -> bool:
+    """Ask for SIGKILL when the parent *thread* ends; False if the parent is not ``parent_pid`` any more."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent_pid
+
+
+def become_subreaper() -> None:
+    """Orphaned descendants become children of this process. Only for processes that are ours."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def prefer_numa_node(node: int) -> None:
+    """Take memory from this node first. OSError where the kernel or a sandbox refuses."""
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        raise OSError(f"no set_mempolicy number known for {platform.machine()}")
+    mask = (ctypes.c_ulong * 16)()
+    mask[node // 64] = 1 << (node % 64)
+    if _libc.syscall(number, _MPOL_PREFERRED, ctypes.byref(mask), 16 * 64) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+def open_fds() -> list[int]:
+    """Descriptors of this process."""
+    fds = sorted(int(name) for name in os.listdir("/proc/self/fd"))  # noqa: PTH208 (no Path objects after a fork)
+    return [fd for fd in fds if _is_open(fd)]
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def close_all_but(keep: Iterable[int]) -> None:
+    """Close every descriptor that is not in ``keep``."""
+    low = 0
+    for fd in sorted(set(keep)):
+        if low < fd:  # closerange(0, 0) of Python 3.11 closes everything
+            os.closerange(low, fd)
+        low = fd + 1
+    highest = max((int(name) for name in os.listdir("/proc/self/fd")), default=0)  # noqa: PTH208
+    if low <= highest:
+        os.closerange(low, highest + 1)
+
+
+def thread_names() -> dict[int, str]:
+    """Thread id to name of every thread of this process that the operating system knows."""
+    names = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            names[int(task.name)] = (task / "comm").read_text().strip()
+    return names
+
+
+def device_files() -> list[str]:
+    """Device files that this process has open."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(link))  # noqa: PTH115 (a link to something without a path is not a Path)
+    return sorted(name for name in found if name.startswith(DEVICE_PREFIXES))
+
+
+def process_state(pid: int) -> str:
+    """State letter of a process (``R``, ``S``, ``D``, ``T``, ``Z`` ...); empty if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
+def wait_channel(pid: int) -> str:
+    """Kernel function in which a process waits; empty if unknown."""
+    try:
+        channel = Path(f"/proc/{pid}/wchan").read_text().strip()
+    except OSError:
+        return ""
+    return "" if channel == "0" else channel
+
+
+def children_of(pid: int) -> list[int]:
+    """Children of the main thread of a process; empty if the kernel does not tell."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def oom_kills() -> int | None:
+    """Out-of-memory kills so far in the cgroup of this process (v2 or v1); None if unknown."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            file = Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.events"
+        elif "memory" in controllers.split(","):
+            file = Path("/sys/fs/cgroup/memory") / path.lstrip("/") / "memory.oom_control"
+        else:
+            continue
+        with contextlib.suppress(OSError):
+            for entry in file.read_text().splitlines():
+                key, _, value = entry.partition(" ")
+                if key == "oom_kill":
+                    return int(value)
+    return None
+
+
+_PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes)
+_PIDFD_INFO_EXIT = 1 << 3
+
+
+def exit_of(pidfd: int) -> tuple[int | None, int | None]:
+    """Exit code and signal of a process that is not our child. Linux 6.15 and newer, once reaped; else both None."""
+    buffer = bytearray(64)
+    buffer[0:8] = _PIDFD_INFO_EXIT.to_bytes(8, "little")
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, buffer)
+    except OSError:
+        return None, None
+    if not int.from_bytes(buffer[0:8], "little") & _PIDFD_INFO_EXIT:
+        return None, None
+    status = int.from_bytes(buffer[60:64], "little")
+    return (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
