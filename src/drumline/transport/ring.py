@@ -244,7 +244,11 @@ class Message:
         self.data = data
 
     def release(self) -> None:
-        """Free its slots. Idempotent. TransportError if something still refers to ``data``."""
+        """Free its slots. Idempotent.
+
+        ``data`` raises ValueError from then on. What was decoded must hold copies: arrays and views over ``data``
+        are overwritten by a later message, and only some of them can be noticed (TransportError).
+        """
         if self._count:
             self._reader._release(self)
 

@@ -1,0 +1,429 @@
+"""Doorbells and waiters between real processes and threads: nothing lost, nothing spent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from drumline.errors import ChannelClosedError, TransportError
+from drumline.transport import Doorbell, SharedMemory, Waiter
+from drumline.transport.doorbell import futex_number
+from drumline.transport.fence import _pool, fence
+
+from .procs import children
+
+
+def soon(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+def test_numbers_of_known_machines_and_a_clear_error_elsewhere() -> None:
+    assert futex_number("linux", "x86_64", 64) == 202
+    assert futex_number("linux", "aarch64", 64) == 98
+    for system, machine, bits in (("linux", "vax", 64), ("darwin", "x86_64", 64), ("linux", "x86_64", 32)):
+        with pytest.raises(TransportError, match=f"64-bit Linux on aarch64, x86_64; this is {system} on {machine}"):
+            futex_number(system, machine, bits)
+
+
+def test_ringer_ids() -> None:
+    memory = SharedMemory.create(64)
+    for bad in (-1, 256):
+        with pytest.raises(ValueError, match="0 to 255"):
+            Doorbell(memory, bad)
+    memory.close()
+
+
+def test_ringers_never_write_the_same_value() -> None:
+    memory = SharedMemory.create(64)
+    bells = [Doorbell(memory, i) for i in (0, 1, 255)]
+    values = set()
+    for _ in range(300):
+        for bell in bells:
+            bell.ring()
+            values.add(bell.value())
+    assert len(values) == 900
+    for bell in bells:
+        bell.close()
+    memory.close()
+
+
+def test_a_successor_with_the_same_id_does_not_repeat_its_predecessor() -> None:
+    # with counters from 0 the first ring of the second would leave the word as it is
+    memory = SharedMemory.create(64)
+    values = []
+    for _ in range(20):
+        bell = Doorbell(memory, 3)
+        bell.ring()
+        values.append(bell.value())
+        bell.close()
+    assert len(set(values)) == 20
+    memory.close()
+
+
+def test_counter_wraps_within_24_bits() -> None:
+    memory = SharedMemory.create(64)
+    bell = Doorbell(memory, 9)
+    bell._counter = iter([0xFFFFFF, 0x1000000, 0x1000001])  # type: ignore[assignment]
+    seen = []
+    for _ in range(3):
+        bell.ring()
+        seen.append(bell.value())
+    assert seen == [0xFFFFFF09, 0x00000009, 0x00000109]
+    bell.close()
+    memory.close()
+
+
+def test_wait_returns_at_once_if_the_word_has_changed_and_sleeps_if_not() -> None:
+    waiter = Waiter.create()
+    bell = waiter.ringer(1)
+    old = bell.value()
+    bell.ring()
+    start = time.monotonic()
+    bell.wait(old, 10)
+    assert time.monotonic() - start < 5
+    start = time.monotonic()
+    bell.wait(bell.value(), 0.05)
+    assert time.monotonic() - start > 0.04
+    bell.wait(bell.value(), 0)
+    bell.wait(bell.value(), -3)
+    bell.close()
+    waiter.close()
+
+
+def test_deadline_and_result() -> None:
+    waiter = Waiter.create()
+    calls: list[int] = []
+    assert waiter.wait(lambda: calls.append(1), time.monotonic() + 0.05) is None
+    assert len(calls) == 2  # before the sleep and after it
+    assert waiter.wait(lambda: 0, time.monotonic() - 1) == 0
+    assert waiter.wait(lambda: None, time.monotonic() - 1) is None
+    waiter.close()
+
+
+def test_own_threads_wake_it() -> None:
+    waiter = Waiter.create()
+    box: list[str] = []
+
+    def work() -> None:
+        box.append("done")
+        waiter.ring()
+
+    thread = threading.Timer(0.05, work)
+    thread.start()
+    assert waiter.wait(lambda: box[0] if box else None, soon()) == "done"
+    thread.join()
+    assert waiter.lost_wakes == 0
+    waiter.close()
+
+
+def test_several_threads_wait_on_one_bell() -> None:
+    waiter = Waiter.create()
+    box: list[int] = []
+    got: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: got.append(waiter.wait(lambda: box[0] if box else None, soon()) or 0))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    box.append(5)
+    waiter.ring()
+    for thread in threads:
+        thread.join(10)
+    assert got == [5, 5, 5]
+    waiter.close()
+
+
+def test_a_death_source_is_a_check_that_raises() -> None:
+    waiter = Waiter.create()
+    dead = threading.Event()
+
+    def check() -> None:
+        if dead.is_set():
+            raise ChildProcessError("worker 3 is gone")
+
+    def supervisor() -> None:
+        dead.set()
+        waiter.ring()
+
+    thread = threading.Timer(0.05, supervisor)
+    thread.start()
+    start = time.monotonic()
+    with pytest.raises(ChildProcessError, match="worker 3"):
+        waiter.wait(check, soon())
+    assert time.monotonic() - start < 2
+    thread.join()
+    waiter.close()
+
+
+def test_signal_handlers_run_during_a_wait_and_may_ring() -> None:
+    waiter = Waiter.create()
+    noted: list[int] = []
+
+    def handler(number: int, _frame: Any) -> None:
+        noted.append(number)
+        waiter.ring()
+
+    previous = signal.signal(signal.SIGUSR1, handler)
+    thread = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
+    try:
+        thread.start()
+        start = time.monotonic()
+        assert waiter.wait(lambda: noted[0] if noted else None, soon()) == signal.SIGUSR1
+        assert time.monotonic() - start < 3
+        assert waiter.lost_wakes == 0
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, previous)
+        waiter.close()
+
+
+def test_a_handler_that_only_notes_is_enough_and_one_that_raises_ends_the_wait() -> None:
+    waiter = Waiter.create()
+    noted: list[int] = []
+
+    def raising(_number: int, _frame: Any) -> None:
+        raise InterruptedError("stop")
+
+    for handler in (lambda number, _frame: noted.append(number), raising):
+        previous = signal.signal(signal.SIGUSR1, handler)
+        thread = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
+        try:
+            thread.start()
+            start = time.monotonic()
+            if handler is raising:
+                with pytest.raises(InterruptedError):
+                    waiter.wait(lambda: None, soon())
+            else:
+                assert waiter.wait(lambda: noted[0] if noted else None, soon()) == signal.SIGUSR1
+            assert time.monotonic() - start < 3
+        finally:
+            thread.join()
+            signal.signal(signal.SIGUSR1, previous)
+    assert waiter.lost_wakes == 0
+    waiter.close()
+
+
+def test_many_signals_lose_nothing() -> None:
+    """A timer interrupts the waits all the time while a child rings."""
+    waiter, other = Waiter.create("parent"), Waiter.create("child")
+    memory = SharedMemory.create(128)
+    words = memory.buf.cast("I")
+
+    def child() -> None:
+        me, bell = Waiter.attach(other.fd), Doorbell.attach(waiter.fd, 1)
+        for number in range(1, 1001):
+            words[0] = number
+            bell.ring()
+            assert me.wait(lambda n=number: words[16] == n or None, soon())
+
+    previous = signal.signal(signal.SIGALRM, lambda *_: None)
+    bell = other.ringer(1)
+    try:
+        with children() as start:
+            process = start(child)
+            signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+            for number in range(1, 1001):
+                assert waiter.wait(lambda n=number: words[0] == n or None, soon())
+                words[16] = number
+                bell.ring()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert process.join() == 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert waiter.lost_wakes == 0
+    words.release()
+    bell.close()
+    waiter.close()
+    other.close()
+    memory.close()
+
+
+def _ring_many(waiter: Waiter, memory: SharedMemory, ringer: int, rounds: int) -> None:
+    """Raise the own counter, ring, and wait until the waiter has acknowledged it: each round could lose a wake."""
+    bell = Doorbell.attach(waiter.fd, ringer)
+    words = memory.buf.cast("I")
+    for number in range(1, rounds + 1):
+        words[16 * ringer] = number
+        bell.ring()
+        until = time.monotonic() + 20
+        while words[16 * ringer + 1] != number:
+            os.sched_yield()
+            assert time.monotonic() < until, f"ring {number} of ringer {ringer} was lost"
+
+
+def test_racing_ringers_lose_nothing() -> None:
+    """Three processes and two threads ring one bell; the waiter never finds anything by looking again after 5 s."""
+    rounds, n_processes, n_threads = 1500, 3, 2
+    waiter = Waiter.create()
+    memory = SharedMemory.create(64 * 8)
+    words = memory.buf.cast("I")
+    local: list[int] = [0] * n_threads
+    done = [0] * n_threads
+
+    def own_thread(index: int) -> None:
+        for number in range(1, rounds // 5 + 1):
+            local[index] = number
+            waiter.ring()
+            until = time.monotonic() + 20
+            while done[index] != number:
+                time.sleep(0)
+                assert time.monotonic() < until
+
+    def check() -> int | None:
+        found = 0
+        for ringer in range(1, n_processes + 1):
+            value = words[16 * ringer]
+            if value != words[16 * ringer + 1]:
+                words[16 * ringer + 1] = value
+                found += 1
+        for index in range(n_threads):
+            if local[index] != done[index]:
+                done[index] = local[index]
+                found += 1
+        return found or None
+
+    with children() as start:
+        ringers = [start(_ring_many, waiter, memory, i, rounds) for i in range(1, n_processes + 1)]
+        threads = [threading.Thread(target=own_thread, args=(i,)) for i in range(n_threads)]
+        for thread in threads:
+            thread.start()
+        left = rounds * n_processes + rounds // 5 * n_threads
+        while left:
+            found = waiter.wait(check, soon(30))
+            assert found, f"{left} rings never came"
+            left -= found
+        for thread in threads:
+            thread.join(10)
+        assert [child.join() for child in ringers] == [0] * n_processes
+    assert waiter.lost_wakes == 0
+    words.release()
+    waiter.close()
+    memory.close()
+
+
+def test_lost_wakes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counter that other tests hold at 0 does count: a change without a ring."""
+    monkeypatch.setattr("drumline.transport.waiter.RECHECK_S", 0.05)
+    waiter = Waiter.create()
+    calls: list[int] = []
+
+    def check() -> bool | None:
+        calls.append(1)
+        return True if len(calls) == 3 else None
+
+    assert waiter.wait(check, soon())
+    assert waiter.lost_wakes == 1
+    waiter.close()
+
+
+def test_spinning_sees_a_ring_and_ends_in_sleep_without_one() -> None:
+    waiter = Waiter.create()
+    waiter._spin_ns, waiter._quick = 20_000_000, True
+    thread = threading.Timer(0.01, waiter.ring)
+    rung = waiter._bell.value()
+    thread.start()
+    assert waiter._sleep(rung, 10) is False
+    thread.join()
+    assert waiter._bell.value() != rung
+    waiter._quick = True
+    start = time.monotonic()
+    waiter._sleep(waiter._bell.value(), 0.05)
+    assert time.monotonic() - start > 0.05
+    assert waiter._quick is False  # a long gap: no spin the next time
+    waiter.close()
+
+
+def test_an_idle_waiter_costs_nothing() -> None:
+    waiter = Waiter.create()
+
+    def child() -> None:
+        Waiter.attach(waiter.fd).wait(lambda: None, None)
+
+    with children() as start:
+        process = start(child)
+        process.asleep(soon())
+        before = process.cpu_seconds()
+        time.sleep(1.0)
+        assert process.cpu_seconds() - before == 0
+    waiter.close()
+
+
+def test_closing_wakes_those_who_wait() -> None:
+    waiter = Waiter.create()
+    caught: list[BaseException] = []
+    inside = threading.Event()
+
+    def wait() -> None:
+        try:
+            waiter.wait(inside.set)
+        except ChannelClosedError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert inside.wait(10)
+    waiter.close()
+    waiter.close()
+    thread.join(10)
+    assert len(caught) == 1
+    waiter.ring()  # a late ring of another thread does nothing
+    with pytest.raises(ChannelClosedError):
+        waiter.wait(lambda: None)
+
+
+def test_a_dead_peer_leaves_the_bell_usable() -> None:
+    waiter = Waiter.create()
+    box: list[int] = []
+
+    def child(ready: Callable[[], None]) -> None:
+        bell = Doorbell.attach(waiter.fd, 1)
+        ready()
+        while True:
+            bell.ring()
+
+    read_end, write_end = os.pipe()
+    with children() as start:
+        process = start(child, lambda: os.write(write_end, b"x"))
+        assert os.read(read_end, 1) == b"x"
+        process.kill()
+    os.close(read_end)
+    os.close(write_end)
+    thread = threading.Timer(0.02, lambda: (box.append(1), waiter.ring()))
+    thread.start()
+    assert waiter.wait(lambda: box[0] if box else None, soon()) == 1
+    thread.join()
+    waiter.close()
+
+
+def test_fence_is_reentrant_and_keeps_its_pool() -> None:
+    size = len(_pool)
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            fence()
+
+    previous = signal.signal(signal.SIGALRM, lambda *_: fence())
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(20_000):
+            fence()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert size <= len(_pool) <= size + 8
+    assert all(lock.locked() for lock in _pool)

@@ -1,0 +1,197 @@
+"""Unix sockets of ZMQ: private, short, and gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from drumline.errors import RPCTimeoutError, TransportError
+from drumline.transport import sockets as module
+from drumline.transport.sockets import Peers, SocketDir, bind, connect, remove_stale
+
+from .procs import children
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    made: zmq.Context[Any] = zmq.Context()
+    yield made
+    made.destroy(0)
+
+
+def folders() -> list[Path]:
+    return [path for base in module._bases() for path in base.glob(f"{module._prefix()}*")]
+
+
+def soon() -> float:
+    return time.monotonic() + 20
+
+
+def test_folder_is_private_short_and_removed() -> None:
+    with SocketDir.create() as sockets:
+        assert stat.S_IMODE(sockets.path.stat().st_mode) == 0o700
+        address = sockets.address("EngineCore_DP0-requests")
+        assert address.startswith("ipc:///")
+        assert len(address) - len("ipc://") <= 107
+    assert not sockets.path.exists()
+    sockets.close()
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "x" * 25, "ü", "a b"])
+def test_names_that_are_no_names(name: str) -> None:
+    with SocketDir.create() as sockets, pytest.raises(ValueError, match="not a name"):
+        sockets.address(name)
+
+
+def test_a_failed_start_removes_it() -> None:
+    with pytest.raises(RuntimeError, match="start failed"), SocketDir.create() as sockets:
+        (sockets.path / "core").touch()
+        raise RuntimeError("start failed")
+    assert not sockets.path.exists()
+
+
+def test_a_long_tmpdir_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with SocketDir.create() as sockets:
+        assert sockets.path.parent == Path("/tmp")
+
+
+def test_no_place_at_all_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_bases", list)
+    with pytest.raises(TransportError, match="no folder for unix sockets"):
+        SocketDir.create()
+
+
+def test_connections_survive_the_removal_of_their_names(context: zmq.Context[Any]) -> None:
+    with SocketDir.create() as sockets:
+        server = bind(context, zmq.PULL, sockets.address("core"))
+        peers = Peers(server)
+        clients = [connect(context, zmq.PUSH, sockets.address("core")) for _ in range(2)]
+        peers.wait(2, soon())
+        assert [path.name for path in sockets.path.iterdir()] == ["core"]
+    for number, client in enumerate(clients):
+        client.send(bytes([number]))
+    assert sorted(server.recv() for _ in range(2)) == [b"\0", b"\1"]
+    for socket in (server, *clients):
+        socket.close()
+
+
+def test_asyncio_sockets_can_be_counted_too() -> None:
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+        with SocketDir.create() as sockets:
+            server = bind(context, zmq.ROUTER, sockets.address("core"), router_mandatory=1, sndhwm=0)
+            assert server.getsockopt(zmq.SNDHWM) == 0
+            peers = Peers(server)
+            client = connect(context, zmq.DEALER, sockets.address("core"))
+            until = soon()
+            while peers.poll() < 1 and time.monotonic() < until:
+                await asyncio.sleep(0.01)
+            peers.close()
+        await client.send(b"hello")
+        assert (await server.recv_multipart())[1] == b"hello"
+        client.close()
+        server.close()
+        context.term()
+
+    asyncio.run(main())
+
+
+def test_waiting_for_peers_has_a_deadline_and_a_death_source(context: zmq.Context[Any]) -> None:
+    def alive() -> None:
+        raise ChildProcessError("engine core is gone")
+
+    with SocketDir.create() as sockets:
+        for index, (check, expected) in enumerate(((None, RPCTimeoutError), (alive, ChildProcessError))):
+            server = bind(context, zmq.PULL, sockets.address(f"core{index}"))
+            with pytest.raises(expected):
+                Peers(server).wait(1, time.monotonic() + 0.05, check)
+            server.close()
+
+
+def test_a_peer_that_goes_is_not_counted(context: zmq.Context[Any]) -> None:
+    with SocketDir.create() as sockets:
+        server = bind(context, zmq.PULL, sockets.address("core"))
+        peers = Peers(server)
+        client = connect(context, zmq.PUSH, sockets.address("core"))
+        while peers.poll(0.1) != 1:
+            pass
+        client.close()
+        while peers.poll(0.1) != 0:
+            pass
+        server.close()
+        peers.close()
+        peers.close()
+
+
+def test_a_failed_bind_or_option_closes_the_socket(context: zmq.Context[Any]) -> None:
+    with pytest.raises(zmq.ZMQError):
+        bind(context, zmq.PULL, "ipc:///nowhere/at/all")
+    with pytest.raises(AttributeError):
+        bind(context, zmq.PULL, "inproc://x", no_such_option=1)
+    context.term()  # would hang with an open socket
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
+    read_end, write_end = os.pipe()
+
+    def maker() -> None:
+        sockets = SocketDir.create()
+        (sockets.path / "core").touch()
+        os.write(write_end, str(sockets.path).encode())
+        time.sleep(60)
+
+    with children() as start:
+        child = start(maker)
+        path = Path(os.read(read_end, 200).decode())
+        with SocketDir.create():
+            assert path.exists()  # its maker lives
+        child.kill()
+        with SocketDir.create() as mine:
+            assert not path.exists()
+            assert mine.path.exists()
+            assert remove_stale() == []
+            assert mine.path.exists()
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_foreign_folders_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = Path(tempfile.mkdtemp())
+    monkeypatch.setattr(module, "_bases", lambda: [short])
+    open_to_all, link = short / f"{module._prefix()}a", short / f"{module._prefix()}b"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o755)
+    link.symlink_to(tmp_path)
+    try:
+        assert remove_stale() == []
+        assert open_to_all.exists()
+        assert tmp_path.exists()
+    finally:
+        link.unlink()
+        open_to_all.rmdir()
+        short.rmdir()
+
+
+def test_many_at_once_never_take_each_others() -> None:
+    def maker() -> None:
+        for _ in range(40):
+            with SocketDir.create() as sockets:
+                (sockets.path / "core").touch()
+                assert sockets.path.exists()
+
+    with children() as start:
+        assert [child.join() for child in [start(maker) for _ in range(3)]] == [0, 0, 0]
+    assert folders() == []
