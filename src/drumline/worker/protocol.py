@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from drumline.config import EngineConfig
 from drumline.plan.kv import KVConfig, KVSpec
 from drumline.plan.step import StepOutput, StepPlan
+from drumline.transport.codec import CodecRegistry
 
 
 @dataclass(kw_only=True)
@@ -33,6 +34,9 @@ class WorkerContext:
     """Tells the owner what the worker is doing (``load_model 40%``); counts as progress."""
     set_name: Callable[[str], None] = field(default=lambda name: None)
     """Sets process title and log prefix; called when the groups exist (``Worker_TP1``)."""
+    codec: CodecRegistry | None = None
+    """Where a plug-in registers codecs for its own types, in ``__init__`` at the latest and as in ``Executor.codec``.
+    None with ``uni``, which encodes nothing."""
 
 
 class Worker(Protocol):

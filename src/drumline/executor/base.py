@@ -1,0 +1,413 @@
+"""Executor: what stands between a scheduler and its workers, and how a backend is chosen.
+
+``Executor.get_class(config)`` gives the class, ``Executor.get_class(config)(config)`` starts the workers. Whoever has
+an executor needs only :meth:`Executor.collective_rpc` and what is built on it here; LoRA, sleep, profiling, weight
+updates and whatever else a worker class can do are calls by name, never further methods of this class.
+
+A backend of one's own is a subclass, named by ``distributed_executor_backend`` (the class, or its dotted name). It
+has to write ``_start`` (which puts on ``_cleanup`` how to end things) and ``collective_rpc``, and calls
+:meth:`Executor._fail` when it breaks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, overload
+
+from drumline.config import BACKENDS, DeviceTable, EngineConfig, choose_backend
+from drumline.errors import ConfigError, DrumlineError, ExecutorFailedError, FailureReport
+from drumline.executor.calls import Aggregator, Call, broken
+from drumline.parallel.layout import Layout, device_index
+from drumline.plan.kv import KVConfig
+from drumline.plan.step import StepOutput, StepPlan
+from drumline.platforms import device_table, resolve_platform
+from drumline.transport import Waiter
+from drumline.worker.wrapper import import_name, worker_health
+
+if TYPE_CHECKING:
+    from drumline.processes import ForkServer
+
+HEALTH_TIMEOUT_S = 10.0
+
+Method = str | Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerState:
+    """One worker, as the process table shows it."""
+
+    rank: int
+    name: str
+    """``Worker_TP1``; until the groups exist ``Worker_1``."""
+    pid: int
+    phase: str
+    """``starting``, ``init_device``, ``load_model 40%``, ``ready`` ..."""
+
+
+class Executor(ABC):
+    """Runs calls on every worker of one engine. Safe to use from any thread.
+
+    Args:
+        config: of the whole engine; only ``parallel`` and ``process`` are read here, workers get all of it.
+        waiter: what to sleep on while waiting for answers, if the caller sleeps on it too; by default an own one.
+        forkserver: where workers come from (``mp``); by default an own one, started here and ended by ``shutdown``.
+        on_phase: told whenever a worker enters another phase, from a thread that must not be held up.
+        devices: what this machine has; by default the platform counts them (without torch).
+
+    The constructor returns when every worker is ready. StartupError if one fails: all others have been ended then.
+
+    """
+
+    supports_pp: ClassVar[bool] = False
+    """May run several pipeline stages."""
+    supports_async_scheduling: ClassVar[bool] = False
+    """May be handed plan n + 1 before the answer of plan n."""
+    uses_ray: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        waiter: Waiter | None = None,
+        forkserver: ForkServer | None = None,
+        on_phase: Callable[[WorkerState], None] | None = None,
+        devices: DeviceTable | None = None,
+    ) -> None:
+        self.platform = resolve_platform(config.platform)
+        self.devices = self.platform.device_table() if devices is None else devices
+        self.config = config = config.checked(self.devices)
+        self.parallel = config.parallel
+        self.process = config.process
+        self.layout = Layout.of(config.parallel)
+        self.world_size = config.parallel.world_size
+        self.output_rank = self.layout.output_rank
+        self.output_aggregators: Sequence[Aggregator] = ()
+        """Applied to the answers of execute_model and sample_tokens; empty: only the output rank answers."""
+        self._owns_waiter = waiter is None
+        self.waiter = waiter if waiter is not None else Waiter.create("executor")
+        self._forkserver = forkserver
+        self._on_phase = on_phase or (lambda state: None)
+        self._failure: FailureReport | None = None
+        self._error: Callable[[], DrumlineError] = self._ended
+        self._failure_callbacks: list[Callable[[FailureReport], None]] = []
+        self._state_lock = threading.Lock()
+        self._stopping = False
+        self._cleanup = ExitStack()
+        self._closing = threading.Event()
+        self._stopped = threading.Event()
+        try:
+            self._check()
+            self._start()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @classmethod
+    def get_class(cls, config: EngineConfig, devices: DeviceTable | None = None) -> type[Executor]:
+        """The executor class that a configuration means.
+
+        Args:
+            config: ``parallel.distributed_executor_backend`` and the sizes decide.
+            devices: what this machine has, which the configuration is checked against; by default the platform
+                counts them (without torch).
+
+        Raises ConfigError (a ValueError) for an unknown name and if there are too few devices, TypeError for a thing
+        that is no Executor.
+        """
+        if devices is None:
+            devices = device_table(config.platform)
+        config.checked(devices)
+        return resolve(choose_backend(config.parallel, devices, in_ray_placement_group=in_ray_placement_group()))
+
+    # What a backend writes.
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Start all workers and wait until they are ready."""
+
+    def _stop(self) -> None:
+        """End all workers. Called once, also after a failed start; takes bounded time.
+
+        Runs what ``_start`` has put on ``_cleanup`` (an ExitStack), last first.
+        """
+        self._cleanup.close()
+
+    def _check(self) -> None:
+        """Raise ConfigError if this backend cannot do what is asked for. Nothing has been started yet."""
+        if self.parallel.pipeline_parallel_size > 1 and not self.supports_pp:
+            self._refuse("it cannot run pipeline stages: change --pipeline-parallel-size")
+
+    def _device_text(self, local_rank: int) -> str:
+        """Which physical device a worker of this machine has, for its log."""
+        index = device_index(self.parallel, local_rank)
+        if index >= len(self.devices.devices):
+            return self.devices.platform
+        device = self.devices.devices[index]
+        return f"{self.devices.platform}:{device.index} {device.name} {device.uuid}".strip()
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise ConfigError(f"{type(self).__name__}: {reason}")
+
+    @overload
+    def collective_rpc(
+        self,
+        method: Method,
+        args: Sequence[Any] = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float | None = ...,
+        reply_rank: int | None = ...,
+        non_block: Literal[False] = ...,
+        *,
+        rank_args: Sequence[Sequence[Any]] | None = ...,
+        aggregators: Sequence[Aggregator] = ...,
+    ) -> Any: ...
+
+    @overload
+    def collective_rpc(
+        self,
+        method: Method,
+        args: Sequence[Any] = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float | None = ...,
+        reply_rank: int | None = ...,
+        *,
+        non_block: Literal[True],
+        rank_args: Sequence[Sequence[Any]] | None = ...,
+        aggregators: Sequence[Aggregator] = ...,
+    ) -> Call: ...
+
+    @overload
+    def collective_rpc(
+        self,
+        method: Method,
+        args: Sequence[Any] = ...,
+        kwargs: Mapping[str, Any] | None = ...,
+        timeout: float | None = ...,
+        reply_rank: int | None = ...,
+        non_block: bool = ...,
+        *,
+        rank_args: Sequence[Sequence[Any]] | None = ...,
+        aggregators: Sequence[Aggregator] = ...,
+    ) -> Any: ...
+
+    @abstractmethod
+    def collective_rpc(
+        self,
+        method: Method,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        reply_rank: int | None = None,
+        non_block: bool = False,
+        *,
+        rank_args: Sequence[Sequence[Any]] | None = None,
+        aggregators: Sequence[Aggregator] = (),
+    ) -> Any:
+        """Run a method on every worker.
+
+        Args:
+            method: name of a worker method, or a function that gets the worker as its first argument.
+            args: positional arguments, the same for every rank.
+            kwargs: keyword arguments, the same for every rank.
+            timeout: seconds for the whole call, sending included.
+            reply_rank: only this rank answers (all run the call, and a failure of any of them is raised).
+            non_block: return a future (``result(timeout)``, ``exception(timeout)``, ``done()``) at once.
+            rank_args: for each rank, positional arguments of its own, put behind ``args``.
+            aggregators: fold the answers of all ranks onto the output rank's, one after the other.
+
+        Returns:
+            With ``reply_rank`` or ``aggregators`` one value, else a list in rank order.
+
+        Raises:
+            RemoteCallError: a rank raised, all ranks ended the call; the executor goes on.
+            RPCTimeoutError: "RPC call to {method} timed out."; a late answer will be dropped.
+            ExecutorFailedError: a worker is gone, or the ranks did not end the call within the grace; for good.
+
+        """
+
+    def workers(self) -> list[WorkerState]:
+        """All workers in rank order."""
+        return []
+
+    # Built on it.
+
+    def execute_model(self, plan: StepPlan, non_block: bool = False) -> Any:
+        """Run one step; the output rank's StepOutput, or None if its sampling is deferred. A future if non_block."""
+        return self._step("execute_model", (plan,), non_block)
+
+    def sample_tokens(self, step: int, grammar: Any = None, non_block: bool = False) -> Any:
+        """Sample a step whose sampling was deferred; the output rank's StepOutput. A future if non_block."""
+        return self._step("sample_tokens", (step, grammar), non_block)
+
+    def _step(self, method: str, args: tuple[Any, ...], non_block: bool) -> StepOutput | Call | None:
+        result: StepOutput | Call | None = self.collective_rpc(
+            method,
+            args,
+            None,
+            self.process.execute_timeout_s,
+            self.output_rank,
+            non_block,
+            aggregators=self.output_aggregators,
+        )
+        return result
+
+    def execute_dummy_batch(self) -> None:
+        """An empty step on every rank."""
+        self.collective_rpc("execute_dummy_batch", timeout=self.process.execute_timeout_s)
+
+    def initialize_from_config(self, kv_cache_configs: Sequence[KVConfig]) -> None:
+        """Give every rank its KV cache (``kv_cache_configs[rank]``), then warm up."""
+        self.collective_rpc("initialize_from_config", (list(kv_cache_configs),))
+        self.collective_rpc("compile_or_warm_up_model")
+
+    def check_health(self, timeout: float = HEALTH_TIMEOUT_S) -> None:
+        """Ask every worker. ExecutorFailedError, RemoteCallError or RPCTimeoutError if one is not well."""
+        self._raise_if_failed()
+        self.collective_rpc(worker_health, timeout=timeout)
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """How many plans may be in flight at once."""
+        look_ahead = self.config.scheduler.async_scheduling and self.supports_async_scheduling
+        return max(2 if look_ahead else 1, self.parallel.pipeline_parallel_size)
+
+    # Failure and end.
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether it has broken for good."""
+        return self._failure is not None
+
+    @property
+    def failure(self) -> FailureReport | None:
+        """The root cause, once it has broken."""
+        return self._failure
+
+    def register_failure_callback(self, callback: Callable[[FailureReport], None]) -> None:
+        """Call this once, from any thread, when the executor breaks; at once if it has broken already."""
+        with self._state_lock:
+            if self._failure is None:
+                self._failure_callbacks.append(callback)
+                return
+        callback(self._failure)
+
+    def _fail(self, report: FailureReport, message: str = "") -> None:
+        """It has broken: end all calls, kill the workers, call the callbacks. Safe from any thread; never blocks.
+
+        Nothing happens if that was known before, or if it is being shut down.
+        """
+        with self._state_lock:
+            if self._failure is not None or self._stopping:
+                return
+            self._failure = report
+            self._error = broken(report, message)
+            callbacks, self._failure_callbacks = self._failure_callbacks, []
+        self._close_calls(report, self._error)
+
+        def finish() -> None:
+            self._kill()
+            for callback in callbacks:
+                callback(report)
+
+        threading.Thread(target=finish, name="drumline-failure", daemon=True).start()
+
+    def _close_calls(self, report: FailureReport | None, error: Callable[[], DrumlineError]) -> None:  # noqa: B027
+        """End all calls in flight, and later ones, with this error."""
+
+    def _kill(self) -> None:  # noqa: B027
+        """End all workers at once: they cannot work together any more."""
+
+    def _raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise self._error()
+        if self._stopping:
+            raise self._ended()
+
+    def _check_ranks(self, reply_rank: int | None, rank_args: Sequence[Sequence[Any]] | None) -> None:
+        if reply_rank is not None and not 0 <= reply_rank < self.world_size:
+            raise ValueError(f"reply_rank {reply_rank} is not in 0..{self.world_size - 1}")
+        if rank_args is not None and len(rank_args) != self.world_size:
+            raise ValueError(f"rank_args must have one entry for each of {self.world_size} ranks, not {len(rank_args)}")
+
+    def _ended(self) -> ExecutorFailedError:
+        """What calls raise after shutdown."""
+        report = FailureReport(role="Executor", pid=os.getpid(), what="was shut down", time=time.time())
+        return ExecutorFailedError(report)
+
+    def shutdown(self) -> None:
+        """End all workers (a ladder of documented rungs). Any thread may call it, any number of times."""
+        with self._state_lock:
+            first, self._stopping = not self._stopping, True
+        self._closing.set()
+        if not first:
+            self._stopped.wait(self._stop_limit_s)
+            return
+        try:
+            self._stop()
+        finally:
+            if self._owns_waiter:
+                self.waiter.close()
+            self._stopped.set()
+
+    @property
+    def _stop_limit_s(self) -> float:
+        """Longest time that the ladder may take in seconds."""
+        return 3 * self.process.shutdown_timeout_s + 10.0
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def in_ray_placement_group() -> bool:
+    """Whether this process runs inside a Ray placement group. Ray is not imported for that: its workers have it."""
+    ray = sys.modules.get("ray")
+    return bool(ray and ray.is_initialized() and ray.util.get_current_placement_group() is not None)
+
+
+def resolve(backend: Any) -> type[Executor]:
+    """The class that a backend's name, dotted name or class stands for."""
+    if backend == "uni":
+        from drumline.executor.uni import UniExecutor
+
+        return UniExecutor
+    if backend == "mp":
+        from drumline.executor.mp import MultiprocExecutor
+
+        return MultiprocExecutor
+    if backend in ("ray", "external_launcher"):
+        raise ConfigError(f"the {backend} backend is not built yet: use mp, or uni for one rank")
+    return _check_class(_import_backend(backend) if isinstance(backend, str) else backend)
+
+
+def _import_backend(name: str) -> Any:
+    rule = (
+        f"distributed_executor_backend must be one of {', '.join(BACKENDS)}, a subclass of Executor, or the dotted "
+        f"name of one. Got {name!r}"
+    )
+    try:
+        return import_name(name)
+    except (ImportError, AttributeError) as exc:
+        raise ConfigError(f"{rule}: {exc}" if "." in name or ":" in name else rule) from exc
+
+
+def _check_class(found: Any) -> type[Executor]:
+    if not (isinstance(found, type) and issubclass(found, Executor)):
+        raise TypeError(f"distributed_executor_backend must be a subclass of Executor. Got {found!r}")
+    return found
+
+
+def method_name(method: Method) -> str:
+    """How messages name what is called."""
+    return method if isinstance(method, str) else getattr(method, "__qualname__", repr(method))

@@ -1,0 +1,320 @@
+"""The ``mp`` backend: one process for each worker, all on this machine.
+
+::
+
+    this process                                         fork server            worker process r
+    ------------                                         -----------            ----------------
+    ForkServer.spawn x N  ----------------------------->  fork  ------------->  worker.main: start, READY
+    caller's thread: collective_rpc
+      CallTable.begin, broadcast ring  --- segment ----------------------->     loop: run
+      sleeps on the executor's waiter  <-- segment, doorbell --------------     answer ring r
+    supervisor thread: on_event        <-- control connection, pidfd ------     CallFailed, death
+      CallTable.failed -> settling thread: looks at the progress words for the grace
+      death -> CallTable.close -> breaking thread: kills the rest, calls the failure callbacks
+
+Locks. ``_send_lock`` makes "take the next id" and "write into the ring" one act; whoever waits for room in the ring
+holds it, drains answers meanwhile (a worker may be waiting for room in its answer ring) and gives up with the
+deadline or the executor's failure, so nobody behind it waits for ever. ``CallTable.lock`` is held for moments only. It
+may be taken while ``_send_lock`` is held, never the other way round.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from drumline.config import EngineConfig, ProcessConfig
+from drumline.errors import DrumlineError, FailureReport, RPCTimeoutError
+from drumline.executor.base import Executor, Method, WorkerState, method_name
+from drumline.executor.calls import Aggregator, Call, CallTable
+from drumline.parallel.layout import global_rank, local_rank_of
+from drumline.parallel.rendezvous import create_rendezvous
+from drumline.processes import (
+    EventKind,
+    ForkServer,
+    LogConfig,
+    Member,
+    MemberEvent,
+    ProcessSpec,
+    Supervisor,
+    fold,
+    starting_worker_name,
+)
+from drumline.transport import QueueWriter, RingReader, RingWriter, SharedMemory, Waiter
+from drumline.worker.main import WorkerTask
+from drumline.worker.segment import SegmentLayout
+from drumline.worker.wire import (
+    ALL_RANKS,
+    CallEncoder,
+    answer_id,
+    decode_answer,
+    decode_failure,
+    make_codec,
+)
+from drumline.worker.wrapper import DEFAULT_WORKER
+
+log = logging.getLogger(__name__)
+
+SETTLE_POLL_S = 0.005
+"""How often progress words are looked at after a failure. Ranks do not ring when they end a call (it would wake the
+executor for nothing at every step), so this one wait polls, for at most the grace."""
+
+
+class MultiprocExecutor(Executor):
+    """One worker process for each rank of this machine."""
+
+    supports_pp = True
+    supports_async_scheduling = True
+
+    def _check(self) -> None:
+        super()._check()
+        if self.parallel.nnodes > 1:
+            self._refuse("several machines (--nnodes > 1) are not built yet: use one")
+        if self.world_size > 255:
+            self._refuse(f"mp runs at most 255 workers on one machine, the world size is {self.world_size}")
+
+    # Start.
+
+    def _start(self) -> None:
+        self.codec = make_codec()
+        self._encoder = CallEncoder(self.codec)
+        self._table = CallTable(self.waiter, self._drain, self.output_rank, self.world_size)
+        self._all_ranks = range(self.world_size)
+        self._one_rank = tuple((rank,) for rank in self._all_ranks)
+        self._send_lock = threading.Lock()
+        self._failures_received = [0] * self.world_size
+        self._settling: set[int] = set()
+        self._members: list[Member] = []
+        self._make_channels()
+        forkserver = self._forkserver or self._start_forkserver()
+        self._supervisor = Supervisor(forkserver, on_event=self._on_event, rung_s=self.process.shutdown_timeout_s)
+        self._cleanup.callback(lambda: self._supervisor.close(force=self.is_failed))
+        self._cleanup.callback(self._table.close, None, self._ended)
+        self._spawn_all(forkserver)
+        self._supervisor.wait_all_ready(self._members, self.process.start_timeout_s)
+
+    def _start_forkserver(self) -> ForkServer:
+        log_config = LogConfig.create(self.process.log_level, self.process.log_dir)
+        forkserver = ForkServer.start(preload_of(self.process), log=log_config, role="Executor")
+        self._cleanup.callback(forkserver.close)
+        return forkserver
+
+    def _make_channels(self) -> None:
+        layout = SegmentLayout.of(self.world_size, self.process)
+        self._segment = SharedMemory.create(layout.total_bytes, "drumline-executor")
+        self._worker_waiters: list[Waiter] = []
+        self._cleanup.callback(self._close_channels)
+        buf = self._segment.buf
+        layout.init(buf)
+        self._progress = layout.progress_of(buf)
+        self._worker_waiters += [Waiter.create(f"worker-{rank}") for rank in self._all_ranks]
+        bells = [waiter.ringer(1) for waiter in self._worker_waiters]
+        self._calls = QueueWriter(RingWriter(layout.calls_of(buf)), bells)
+        self._answers = [RingReader(layout.answers_of(buf, rank), 0, bells[rank].ring) for rank in self._all_ranks]
+
+    def _spawn_all(self, forkserver: ForkServer) -> None:
+        """All workers are asked for before any is waited for: their start has collectives in it."""
+        config = portable(self.config)
+        one_machine = self.parallel.nnodes == 1
+        environment = self.platform.worker_environment(os.environ, one_machine=one_machine)
+        threads = self.platform.threads_per_worker(
+            self.process.threads_per_worker, self.parallel.local_devices, os.environ
+        )
+        rendezvous, _ = create_rendezvous()
+        try:
+            for rank in self._all_ranks:
+                local_rank = local_rank_of(self.parallel, rank)
+                device = self._device_text(local_rank)
+                task = WorkerTask(config=config, rank=rank, local_rank=local_rank, device=device)
+                spec = ProcessSpec(
+                    role=starting_worker_name(global_rank(self.parallel, rank)),
+                    target="drumline.worker.main:main",
+                    payload=pickle.dumps(task, protocol=5),
+                    rank=rank,
+                    env=environment,
+                    threads=threads,
+                    fds=(self._segment.fd, self.waiter.fd, self._worker_waiters[rank].fd, rendezvous),
+                )
+                member = forkserver.spawn(spec)
+                self._members.append(member)
+                self._supervisor.add(member)
+        finally:
+            os.close(rendezvous)
+
+    def workers(self) -> list[WorkerState]:
+        """All workers in rank order."""
+        return [state_of(member) for member in self._members]
+
+    # Calls.
+
+    def collective_rpc(
+        self,
+        method: Method,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        reply_rank: int | None = None,
+        non_block: bool = False,
+        *,
+        rank_args: Sequence[Sequence[Any]] | None = None,
+        aggregators: Sequence[Aggregator] = (),
+    ) -> Any:
+        """See :meth:`Executor.collective_rpc`."""
+        self._raise_if_failed()
+        self._check_ranks(reply_rank, rank_args)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        message = self._encoder.encode(method, args, kwargs, rank_args)
+        if reply_rank is None or aggregators:
+            ranks: Sequence[int] = self._all_ranks
+            replying = ALL_RANKS
+        else:
+            ranks = self._one_rank[reply_rank]
+            replying = reply_rank
+        single = reply_rank is not None or bool(aggregators)
+        name = method_name(method)
+        with self._sending(name, deadline):
+            call = self._table.begin(name, ranks, single=single, deadline=deadline, aggregators=aggregators)
+            try:
+                self._calls.enqueue(message.parts(call.id, replying), self.waiter, deadline, self._while_full)
+            except RPCTimeoutError as exc:
+                error = RPCTimeoutError(f"RPC call to {name} timed out. It was never sent: {exc}")
+                self._table.withdraw(call, error)
+                raise error from None
+            except BaseException as exc:
+                self._table.withdraw(call, exc)
+                raise
+        return call if non_block else call.result()
+
+    @contextmanager
+    def _sending(self, name: str, deadline: float | None) -> Iterator[None]:
+        """The right to send, within the call's deadline."""
+        left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
+        if not self._send_lock.acquire(timeout=left):
+            raise RPCTimeoutError(f"RPC call to {name} timed out. It was never sent: an earlier one waits for room")
+        try:
+            yield
+        finally:
+            self._send_lock.release()
+
+    def _while_full(self) -> None:
+        """The broadcast ring is full: workers may be waiting for us to take their answers."""
+        self._raise_if_failed()
+        self._table.collect()
+
+    def _drain(self) -> None:
+        """Take all answers that have arrived. The table's lock is held."""
+        owing = self._table.owing
+        for rank, reader in enumerate(self._answers):
+            while owing[rank]:
+                message = reader.poll()
+                if message is None:
+                    break
+                call_id = answer_id(message.data)
+                try:
+                    value = decode_answer(self.codec, message.data)
+                except Exception as exc:  # noqa: BLE001  a class that only the worker has, say: the caller's to see
+                    self._table.unreadable(rank, call_id, exc)
+                else:
+                    self._table.answer(rank, call_id, value)
+                finally:
+                    message.release()
+
+    # News from the workers: the supervisor's thread.
+
+    def _on_event(self, event: MemberEvent) -> None:
+        member = event.member
+        if event.kind is EventKind.MESSAGE and member is not None and member.rank is not None:
+            self._on_call_failed(member.rank, event.data)
+        elif event.kind is EventKind.FAILURE and event.report is not None:
+            self._on_death(event.report)
+        elif event.kind in (EventKind.PHASE, EventKind.READY) and member is not None:
+            self._on_phase(state_of(member))
+
+    def _on_death(self, report: FailureReport) -> None:
+        """Something died for good. Exceptions that ranks told of just before may be its cause."""
+        running, failures = self._table.in_flight()
+        if report.phase == "ready":
+            report.phase = running or "waiting for a call"
+        self._fail(fold([report, *failures]))
+
+    def _on_call_failed(self, rank: int, data: bytes) -> None:
+        failure = decode_failure(data)
+        call = self._table.failed(failure.call_id, failure.report, rank if failure.owed else None)
+        self._failures_received[rank] += 1
+        if call is not None and call.id not in self._settling:
+            self._settling.add(call.id)
+            threading.Thread(
+                target=self._settle, args=(call, failure.call_id), name="drumline-settle", daemon=True
+            ).start()
+
+    def _settle(self, call: Call, failed_id: int) -> None:
+        """Wait for the grace until all ranks have ended the call that failed, and say what became of it."""
+        deadline = time.monotonic() + self.process.failure_grace_s
+        late = self._late(failed_id)
+        while (late or self._unheard()) and time.monotonic() < deadline:
+            if self._closing.wait(SETTLE_POLL_S):
+                return
+            late = self._late(failed_id)
+        if not late:
+            self._table.settle(call)
+            self._settling.discard(call.id)
+            return
+        report = fold(self._table.failures(call))
+        grace = self.process.failure_grace_s
+        ranks = ", ".join(map(str, late))
+        self._fail(report, f"Ranks that did not end the call within {grace:g} s of its failure: {ranks}.")
+
+    def _late(self, call_id: int) -> list[int]:
+        """Ranks that have not ended a call."""
+        return [rank for rank, ended in enumerate(self._progress.ended()) if ended < call_id]
+
+    def _unheard(self) -> bool:
+        """Whether failures are still on their way here."""
+        return self._progress.failures() != self._failures_received
+
+    # Failure and end.
+
+    def _close_calls(self, report: FailureReport | None, error: Callable[[], DrumlineError]) -> None:
+        self._table.close(report, error)
+
+    def _kill(self) -> None:
+        self._supervisor.request_stop(self._members, force=True)
+
+    def _close_channels(self) -> None:
+        """Let go of the segment, once no other thread is inside. All calls have ended, so none stays there for long."""
+        with self._send_lock, self._table.lock:
+            for reader in self._answers:
+                reader.close()
+            self._answers = []
+            self._calls.close()
+            self._progress.close()
+            for waiter in self._worker_waiters:
+                waiter.close()
+            self._segment.close()
+
+
+def preload_of(process: ProcessConfig) -> tuple[str, ...]:
+    """What a fork server of our own imports before it forks."""
+    model = (DEFAULT_WORKER.partition(":")[0],) if process.worker_cls == "auto" else ()
+    return ("drumline.worker.main", *(process.preload or model))
+
+
+def portable(config: EngineConfig) -> EngineConfig:
+    """The configuration as workers get it: an executor class that only this process may have goes by its name."""
+    backend = config.parallel.distributed_executor_backend
+    if backend is None or isinstance(backend, str):
+        return config
+    name = f"{backend.__module__}:{backend.__qualname__}"
+    return replace(config, parallel=replace(config.parallel, distributed_executor_backend=name))
+
+
+def state_of(member: Member) -> WorkerState:
+    """A member as the process table shows it."""
+    return WorkerState(rank=member.rank or 0, name=member.name, pid=member.pid, phase=member.phase)

@@ -1,0 +1,184 @@
+"""The ``uni`` backend: one worker, an object in this process.
+
+The worker lives in a thread of its own, which makes it, runs every call and shuts it down::
+
+    caller's thread                          worker thread
+    collective_rpc -> CallTable.begin
+                   -> SimpleQueue.put  --->  get, run the method
+    result(): sleeps on the waiter <-------  CallTable.answer / failed, Waiter.ring
+
+A thread, because the contract is that of ``mp``: futures, deadlines that end a call whose method does not return, calls
+from several threads in one order, and look-ahead (a forward releases the GIL, and the scheduler runs meanwhile). It is
+always the same thread, because torch's thread count, its inference mode and the current CUDA device belong to one.
+
+Differences from ``mp``: arguments and results are handed over as they are, not copied, so do not change them after the
+call; a worker that does not return cannot be ended, only left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from drumline.errors import FailureReport, StartupError
+from drumline.executor.base import Executor, Method, WorkerState, method_name
+from drumline.executor.calls import Aggregator, Call, CallTable
+from drumline.processes.reports import make_report
+from drumline.worker.protocol import WorkerContext
+from drumline.worker.wrapper import bind, name_of, start_worker, step_of, stop_worker
+
+log = logging.getLogger(__name__)
+
+_Job = tuple[Call, Method, tuple[Any, ...], Mapping[str, Any]]
+
+
+class UniExecutor(Executor):
+    """One worker in this process. World size 1 only."""
+
+    supports_async_scheduling = True
+
+    def _check(self) -> None:
+        super()._check()
+        if self.world_size != 1:
+            self._refuse(f"uni runs one worker, the world size is {self.world_size}: use mp")
+
+    def _start(self) -> None:
+        self._table = CallTable(self.waiter, lambda: None, self.output_rank, 1)
+        self._send_lock = threading.Lock()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._state = WorkerState(rank=0, name=self._name, pid=os.getpid(), phase="starting")
+        self._started = threading.Event()
+        self._start_failure: tuple[FailureReport, BaseException] | None = None
+        self._thread = threading.Thread(target=self._run, name="drumline-worker", daemon=True)
+        self._thread.start()
+        self._cleanup.callback(self._end_thread)
+        self._started.wait()
+        if self._start_failure is not None:
+            report, error = self._start_failure
+            self._start_failure = None
+            raise StartupError(report) from error
+
+    @property
+    def _name(self) -> str:
+        return name_of(self.parallel, 0)
+
+    def workers(self) -> list[WorkerState]:
+        """The one worker; it has this process's pid."""
+        return [self._state]
+
+    def collective_rpc(
+        self,
+        method: Method,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        reply_rank: int | None = None,
+        non_block: bool = False,
+        *,
+        rank_args: Sequence[Sequence[Any]] | None = None,
+        aggregators: Sequence[Aggregator] = (),
+    ) -> Any:
+        """See :meth:`Executor.collective_rpc`."""
+        self._raise_if_failed()
+        self._check_ranks(reply_rank, rank_args)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        single = reply_rank is not None or bool(aggregators)
+        own = rank_args[0] if rank_args is not None else ()
+        with self._send_lock:
+            call = self._table.begin(
+                method_name(method), (0,), single=single, deadline=deadline, aggregators=aggregators
+            )
+            self._jobs.put((call, method, (*args, *own), kwargs or {}))
+        return call if non_block else call.result()
+
+    # The worker thread.
+
+    def _run(self) -> None:
+        worker = _Made()
+        try:
+            self._set_torch_threads()
+            start_worker(self._context(), device=self._device_text(0), made=worker.keep)
+            self._set_phase("ready")
+        except BaseException as exc:  # noqa: BLE001  handed over to the thread that starts
+            report = make_report(exc, role=self._name, rank=0, phase=self._state.phase)
+            self._start_failure = (report, exc)
+        else:
+            self._started.set()
+            while self._serve(worker.object):
+                pass
+        finally:
+            worker.stop()
+            self._started.set()
+
+    def _serve(self, worker: Any) -> bool:
+        """Run the next call, in a frame of its own: its payload is garbage before the next one is waited for."""
+        job = self._jobs.get()
+        if job is None:
+            return False
+        call, method, args, kwargs = job
+        try:
+            value = bind(worker, method)(*args, **kwargs)
+        except BaseException as exc:  # noqa: BLE001  SystemExit too: the worker cannot leave this process
+            report = make_report(exc, role=self._name, rank=0, phase=call.method, step=step_of(args))
+            log.error("%s", report.text())
+            marked = self._table.failed(call.id, report)
+            if marked is not None:
+                self._table.settle(marked)
+        else:
+            with self._table.lock:
+                self._table.answer(0, call.id, value)
+            self.waiter.ring()
+        return True
+
+    def _context(self) -> WorkerContext:
+        return WorkerContext(
+            config=self.config,
+            rank=0,
+            local_rank=0,
+            distributed_init_method="",
+            is_driver=True,
+            set_phase=self._set_phase,
+        )
+
+    def _set_phase(self, phase: str) -> None:
+        self._state = WorkerState(rank=0, name=self._name, pid=os.getpid(), phase=phase)
+        self._on_phase(self._state)
+
+    def _set_torch_threads(self) -> None:
+        """OpenMP's thread count is a property of each thread: take over that of this process."""
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(self.process.threads_per_worker or torch.get_num_threads())
+
+    def _end_thread(self) -> None:
+        self._jobs.put(None)
+        self._table.close(None, self._ended)
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * self.process.shutdown_timeout_s)
+        if self._thread.is_alive():
+            log.warning("the worker does not return from its call; it is left alone until this process ends")
+
+
+class _Made:
+    """The worker, once there is one, so that it is shut down once whatever happens."""
+
+    def __init__(self) -> None:
+        self.object: Any = None
+        self._shutdown: Callable[[], None] = lambda: None
+
+    def keep(self, worker: Any) -> None:
+        self.object = worker
+        self._shutdown = lambda: stop_worker(worker)
+
+    def stop(self) -> None:
+        self.object = None
+        try:
+            self._shutdown()
+        except Exception:
+            log.exception("the worker's shutdown failed")

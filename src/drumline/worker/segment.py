@@ -1,0 +1,105 @@
+"""The one shared-memory segment between an executor and its workers on one machine. The layout is pure arithmetic.
+
+::
+
+    progress of rank 0 | progress of rank 1 | ...      a cache line each, written by that rank
+    broadcast ring     executor -> all workers         calls
+    answer ring 0      worker 0 -> executor            answers
+    answer ring 1 ...
+
+A progress line has two 64-bit words: the id of the last call that the rank has ended (well or not), and how many
+failures it has sent over its control connection. The executor reads them only after a failure, to find out whether all
+ranks have ended the call that failed and whether it has heard of all failures.
+
+The doorbells lie in memory of their own, 64 bytes each (the executor's may be shared with other things it waits for).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from drumline.config import ProcessConfig
+from drumline.transport.fence import fence
+from drumline.transport.ring import LINE, RingLayout
+
+_WORDS = LINE // 8
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """Where everything is, in bytes."""
+
+    world_size: int
+    calls: RingLayout
+    """The broadcast ring."""
+    answers: RingLayout
+    """Each of the answer rings."""
+
+    @classmethod
+    def of(cls, world_size: int, process: ProcessConfig) -> SegmentLayout:
+        """Layout for a number of workers on this machine."""
+        return cls(
+            world_size,
+            RingLayout(process.mq_slot_bytes, process.mq_slots, world_size),
+            RingLayout(process.mq_answer_slot_bytes, process.mq_answer_slots, 1),
+        )
+
+    @property
+    def progress_bytes(self) -> int:
+        """Bytes of all progress lines; they come first."""
+        return self.world_size * LINE
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole segment. Memory is taken as it is touched, and never more than this."""
+        return self.progress_bytes + self.calls.total_bytes + self.world_size * self.answers.total_bytes
+
+    def init(self, buf: memoryview) -> None:
+        """Write the control lines of all rings. Done once, before anybody attaches."""
+        self.calls.init(self.calls_of(buf))
+        for rank in range(self.world_size):
+            self.answers.init(self.answers_of(buf, rank))
+
+    def calls_of(self, buf: memoryview) -> memoryview:
+        """The broadcast ring's part of the segment."""
+        return buf[self.progress_bytes : self.progress_bytes + self.calls.total_bytes]
+
+    def answers_of(self, buf: memoryview, rank: int) -> memoryview:
+        """The part of a rank's answer ring."""
+        at = self.progress_bytes + self.calls.total_bytes + rank * self.answers.total_bytes
+        return buf[at : at + self.answers.total_bytes]
+
+    def progress_of(self, buf: memoryview) -> Progress:
+        """The progress words of all ranks."""
+        return Progress(buf[: self.progress_bytes])
+
+
+class Progress:
+    """Progress words of all ranks. Each rank writes its own."""
+
+    def __init__(self, buf: memoryview) -> None:
+        self._words = buf.cast("Q")
+        self._ranks = range(0, len(self._words), _WORDS)
+
+    def end(self, rank: int, call_id: int) -> None:
+        """This rank has ended this call, and everything that it had to say about it has been said."""
+        fence()
+        self._words[rank * _WORDS] = call_id
+
+    def count_failure(self, rank: int) -> None:
+        """This rank is about to send a failure."""
+        self._words[rank * _WORDS + 1] += 1
+
+    def ended(self) -> list[int]:
+        """For each rank the last call that it has ended; 0: none yet."""
+        ended = [self._words[at] for at in self._ranks]
+        fence()
+        return ended
+
+    def failures(self) -> list[int]:
+        """For each rank the number of failures that it has sent or is about to send."""
+        return [self._words[at + 1] for at in self._ranks]
+
+    def close(self) -> None:
+        """Let go of the segment."""
+        self._words.release()

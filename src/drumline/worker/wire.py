@@ -1,0 +1,220 @@
+"""Calls and answers as bytes: what goes through the broadcast ring and the answer rings.
+
+::
+
+    call    header | method name or pickled function | lengths of the ranks' own arguments | arguments | own arguments
+    answer  header | value
+
+The header of a call says its id, which rank answers (-1: all), how the rest is encoded. A call with one positional
+argument and nothing else (``execute_model(plan)``) is encoded as that argument alone, so that a StepPlan is one msgspec
+encoding and nothing is pickled on the step path. Arguments of ranks' own are encoded apart, and a rank decodes its
+own only.
+
+Failures do not travel here but over the control connection, as :class:`CallFailed`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import cloudpickle
+import msgspec
+
+from drumline.errors import FailureReport
+from drumline.plan.step import StepOutput, StepPlan
+from drumline.transport.codec import FIRST_CODEC, CodecRegistry
+
+ALL_RANKS = -1
+
+PLAN_KIND = FIRST_CODEC
+OUTPUT_KIND = FIRST_CODEC + 1
+
+_CALL = struct.Struct("<QiBBHI")
+_LENGTH = struct.Struct("<BQ")
+_TOTAL = struct.Struct("<Q")
+_ANSWER = struct.Struct("<QB")
+
+_SINGLE = 1  # the arguments are one positional argument
+_FUNCTION = 2  # the method is a pickled function
+_OWN = 4  # ranks have arguments of their own
+
+Buffer = bytes | bytearray | memoryview
+
+
+class CallFailed(msgspec.Struct, array_like=True):
+    """Control connection, worker to owner: this rank failed in a call."""
+
+    call_id: int
+    owed: bool
+    """This rank was to answer, and now will not."""
+    report: FailureReport
+
+
+_failed_encoder = msgspec.msgpack.Encoder()
+_failed_decoder = msgspec.msgpack.Decoder(CallFailed)
+
+
+def encode_failure(failure: CallFailed) -> bytes:
+    """msgpack bytes of a CallFailed."""
+    return _failed_encoder.encode(failure)
+
+
+def decode_failure(data: Buffer) -> CallFailed:
+    """The CallFailed in ``data``; msgspec.DecodeError if it is none."""
+    return _failed_decoder.decode(data)
+
+
+class Request(NamedTuple):
+    """A decoded call."""
+
+    method: str | Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def make_codec() -> CodecRegistry:
+    """The codec of calls and answers: plans and outputs by msgspec, everything else by pickle.
+
+    A plug-in registers its own types, kinds 32 and up, on the executor's ``codec`` and in its worker
+    (``WorkerContext.codec``).
+    """
+    codec = CodecRegistry()
+    codec.register_struct(PLAN_KIND, StepPlan)
+    codec.register_struct(OUTPUT_KIND, StepOutput)
+    return codec
+
+
+class CallEncoder:
+    """The executor's side."""
+
+    def __init__(self, codec: CodecRegistry) -> None:
+        self._codec = codec
+        self._names: dict[str, bytes] = {}
+
+    def encode(
+        self,
+        method: str | Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        rank_args: Sequence[Sequence[Any]] | None,
+    ) -> EncodedCall:
+        """Encode everything but the id. Raises what pickle raises. Safe from any thread."""
+        flags = 0
+        if isinstance(method, str):
+            name = self._names.get(method)
+            if name is None:
+                name = self._names[method] = method.encode()
+        else:
+            name = cloudpickle.dumps(method, protocol=5)
+            flags = _FUNCTION
+        if len(args) == 1 and not kwargs:
+            flags |= _SINGLE
+            kind, parts = self._codec.encode(args[0])
+        else:
+            kind, parts = self._codec.encode((tuple(args), dict(kwargs) if kwargs else None))
+        if rank_args is None:
+            return EncodedCall(flags, kind, 0, name, parts)
+        lengths: list[Buffer] = []
+        own: list[Buffer] = []
+        for mine in rank_args:
+            own_kind, own_parts = self._codec.encode(tuple(mine))
+            lengths.append(_LENGTH.pack(own_kind, sum(map(_size, own_parts))))
+            own.extend(own_parts)
+        body = (*lengths, _TOTAL.pack(sum(map(_size, parts))), *parts, *own)
+        return EncodedCall(flags | _OWN, kind, len(lengths), name, body)
+
+
+class EncodedCall:
+    """A call but for its id, which it gets when it is sent."""
+
+    __slots__ = ("_body", "_flags", "_kind", "_name", "_ranks")
+
+    def __init__(self, flags: int, kind: int, ranks: int, name: bytes, body: Sequence[Buffer]) -> None:
+        self._flags = flags
+        self._kind = kind
+        self._ranks = ranks
+        self._name = name
+        self._body = body
+
+    def parts(self, call_id: int, reply_rank: int) -> list[Buffer]:
+        """The message."""
+        header = _CALL.pack(call_id, reply_rank, self._flags, self._kind, self._ranks, len(self._name))
+        return [header, self._name, *self._body]
+
+
+def _size(part: Buffer) -> int:
+    return part.nbytes if isinstance(part, memoryview) else len(part)
+
+
+class CallHead(NamedTuple):
+    """The first words of a call: all that is needed to say that it could not be decoded."""
+
+    call_id: int
+    reply_rank: int
+    flags: int
+    kind: int
+    ranks: int
+    name_bytes: int
+
+
+def read_head(data: Buffer) -> CallHead:
+    """The header of a call."""
+    return CallHead._make(_CALL.unpack_from(data))
+
+
+class CallDecoder:
+    """The worker's side."""
+
+    def __init__(self, codec: CodecRegistry, rank: int) -> None:
+        self._codec = codec
+        self._rank = rank
+        self._names: dict[bytes, str] = {}
+
+    def decode(self, head: CallHead, data: memoryview) -> Request:
+        """Method and arguments of this rank. Raises whatever unpickling raises."""
+        at = _CALL.size + head.name_bytes
+        name = bytes(data[_CALL.size : at])
+        method: str | Callable[..., Any]
+        if head.flags & _FUNCTION:
+            method = cloudpickle.loads(name)
+        else:
+            found = self._names.get(name)
+            method = found if found is not None else self._names.setdefault(name, name.decode())
+        if not head.flags & _OWN:
+            args, kwargs = self._arguments(head, data[at:])
+            return Request(method, args, kwargs)
+        lengths = [_LENGTH.unpack_from(data, at + i * _LENGTH.size) for i in range(head.ranks)]
+        at += head.ranks * _LENGTH.size
+        (shared,) = _TOTAL.unpack_from(data, at)
+        at += _TOTAL.size
+        args, kwargs = self._arguments(head, data[at : at + shared])
+        at += shared + sum(length for _, length in lengths[: self._rank])
+        kind, length = lengths[self._rank]
+        own: tuple[Any, ...] = self._codec.decode(kind, data[at : at + length])
+        return Request(method, (*args, *own), kwargs)
+
+    def _arguments(self, head: CallHead, data: memoryview) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        found = self._codec.decode(head.kind, data)
+        if head.flags & _SINGLE:
+            return (found,), {}
+        args, kwargs = found
+        return args, kwargs or {}
+
+
+def encode_answer(codec: CodecRegistry, call_id: int, value: Any) -> list[Buffer]:
+    """Parts of an answer. Raises what pickle raises."""
+    kind, parts = codec.encode(value)
+    return [_ANSWER.pack(call_id, kind), *parts]
+
+
+def answer_id(data: Buffer) -> int:
+    """Which call an answer belongs to."""
+    call_id: int = _ANSWER.unpack_from(data)[0]
+    return call_id
+
+
+def decode_answer(codec: CodecRegistry, data: memoryview) -> Any:
+    """The value of an answer. Raises whatever unpickling raises."""
+    return codec.decode(data[_ANSWER.size - 1], data[_ANSWER.size :])

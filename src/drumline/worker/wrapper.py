@@ -1,0 +1,155 @@
+"""How a worker object is made, started, called and ended; the same in a worker process and in the engine core (uni)."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from drumline.config import ParallelConfig, ProcessConfig
+from drumline.errors import ConfigError
+from drumline.parallel.layout import worker_places
+from drumline.platforms import resolve_platform
+from drumline.processes.titles import worker_name
+from drumline.worker.protocol import WorkerContext
+
+log = logging.getLogger(__name__)
+
+DEFAULT_WORKER = "drumline.model.worker:ModelWorker"
+"""What ``worker_cls="auto"`` means."""
+
+
+def import_name(name: str) -> Any:
+    """The object that a dotted name (``package.module:Name`` or ``package.module.Name``) stands for.
+
+    ImportError or AttributeError if there is none.
+    """
+    module, colon, path = name.partition(":")
+    if not colon:
+        module, _, path = name.rpartition(".")
+    if not module or not path:
+        raise ImportError(f"{name!r} is no dotted name such as package.module:Name")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def name_of(parallel: ParallelConfig, rank: int) -> str:
+    """Title and log prefix of a worker whose groups exist: ``Worker_PP0_TP3``."""
+    return worker_name(**worker_places(parallel, rank), expert_parallel=parallel.enable_expert_parallel)
+
+
+def worker_class_name(process: ProcessConfig) -> str:
+    """Dotted name of the worker class that is asked for."""
+    return DEFAULT_WORKER if process.worker_cls == "auto" else process.worker_cls
+
+
+def load_worker_class(process: ProcessConfig) -> type:
+    """The worker class with its extension mixed in. ConfigError if a name is wrong or the two share an attribute."""
+    worker = _import_class(worker_class_name(process), "--worker-cls")
+    if not process.worker_extension_cls:
+        return worker
+    return mix(worker, _import_class(process.worker_extension_cls, "--worker-extension-cls"))
+
+
+def _import_class(name: str, option: str) -> type:
+    try:
+        found = import_name(name)
+    except (ImportError, AttributeError) as exc:
+        raise ConfigError(f"{option} {name}: cannot be imported: {exc}") from exc
+    if not isinstance(found, type):
+        raise ConfigError(f"{option} {name}: must be a class. Got {found!r}")
+    return found
+
+
+def mix(worker: type, extension: type) -> type:
+    """A subclass of both. ConfigError if they share an attribute: neither may silently hide the other's."""
+    shared = sorted(
+        name for name in dir(extension) if not (name.startswith("__") and name.endswith("__")) and hasattr(worker, name)
+    )
+    if shared:
+        raise ConfigError(
+            f"worker extension {extension.__name__} and worker class {worker.__name__} share {', '.join(shared)}: "
+            "rename them in the extension (--worker-extension-cls)"
+        )
+    return type(worker.__name__, (worker, extension), {"__module__": worker.__module__, "__doc__": worker.__doc__})
+
+
+def start_worker(
+    context: WorkerContext,
+    *,
+    device: str,
+    made: Callable[[Any], None] = lambda worker: None,
+    joined: Callable[[], None] = lambda: None,
+) -> Any:
+    """Construct the worker and call ``init_device`` and ``load_model``, each where it exists.
+
+    Args:
+        context: what the worker is told.
+        device: which physical device it has, for the log.
+        made: called with the worker as soon as there is one, so that it can be shut down if the rest fails.
+        joined: called after ``init_device``: the groups exist.
+
+    """
+    context.set_phase("import worker class")
+    cls = load_worker_class(context.config.process)
+    context.set_phase("construct")
+    worker = cls(context)
+    made(worker)
+    context.set_phase("init_device")
+    _log_place(context, device)
+    _call_if_there(worker, "init_device")
+    joined()
+    context.set_phase("load_model")
+    _call_if_there(worker, "load_model")
+    return worker
+
+
+def _log_place(context: WorkerContext, device: str) -> None:
+    """Once for each worker: where it is, how it meets the others, and on what."""
+    log.info(
+        "world_size=%d rank=%d local_rank=%d distributed_init_method=%s backend=%s device=%s",
+        context.config.parallel.world_size,
+        context.rank,
+        context.local_rank,
+        context.distributed_init_method,
+        resolve_platform(context.config.platform).collective_backend,
+        device,
+    )
+
+
+def stop_worker(worker: Any) -> None:
+    """Call ``shutdown`` where it exists."""
+    _call_if_there(worker, "shutdown")
+
+
+def worker_health(worker: Any) -> None:
+    """Call ``check_health`` where it exists: a worker that answers at all is healthy without it."""
+    _call_if_there(worker, "check_health")
+
+
+def _call_if_there(worker: Any, method: str) -> None:
+    found = getattr(worker, method, None)
+    if found is not None:
+        found()
+
+
+def bind(worker: Any, method: str | Callable[..., Any]) -> Callable[..., Any]:
+    """What to call for ``method``: the worker's method of that name, or the function with the worker first."""
+    if not isinstance(method, str):
+        return partial(method, worker)
+    found = getattr(worker, method, None)
+    if found is None:
+        raise AttributeError(f"worker class {type(worker).__name__} has no method {method!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def step_of(args: tuple[Any, ...]) -> int | None:
+    """Step number of a call's first argument (a plan, or the number itself), for reports."""
+    if not args:
+        return None
+    step = getattr(args[0], "step", args[0])
+    return step if isinstance(step, int) and not isinstance(step, bool) else None

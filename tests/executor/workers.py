@@ -1,0 +1,217 @@
+"""Made-up worker classes without torch, used with uni and mp."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+from drumline.worker.protocol import WorkerContext
+
+
+class OddError(Exception):
+    """Its constructor needs three arguments, and it cannot be pickled."""
+
+    def __init__(self, one: int, two: int, three: int) -> None:
+        super().__init__(f"{one} {two} {three}")
+        self.lock = threading.Lock()
+
+
+class Payload:
+    """An argument that can be watched."""
+
+    def __init__(self, size: int = 0) -> None:
+        self.data = b"x" * size
+
+
+class Plain:
+    """Answers with what it was told."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self.rank = context.rank
+        self.seen: list[Any] = []
+        self.life = ["construct"]
+        self.watched: list[weakref.ref[Payload]] = []
+
+    def init_device(self) -> None:
+        self.life.append("init_device")
+
+    def load_model(self) -> None:
+        self.context.set_phase("load_model 50%")
+        self.life.append("load_model")
+
+    def check_health(self) -> None:
+        self.life.append("check_health")
+
+    def shutdown(self) -> None:
+        path = os.environ.get("DRUMLINE_TEST_SHUTDOWN")
+        if path:
+            with open(f"{path}-{self.rank}", "a") as file:
+                file.write("shutdown\n")
+
+    def get_life(self) -> list[str]:
+        return self.life
+
+    def echo(self, *args: Any, **kwargs: Any) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+        return self.rank, args, kwargs
+
+    def note(self, value: Any) -> int:
+        self.seen.append(value)
+        return self.rank
+
+    def get_seen(self) -> list[Any]:
+        return self.seen
+
+    def place(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "rank": self.rank,
+            "local_rank": self.context.local_rank,
+            "driver": self.context.is_driver,
+            "init": self.context.distributed_init_method,
+            "torch": "torch" in sys.modules,
+        }
+
+    def raise_on(self, rank: int, text: str = "boom", before_s: float = 0.0) -> int:
+        if self.rank == rank:
+            time.sleep(before_s)
+            raise ValueError(f"{text} rank{rank}")
+        return self.rank
+
+    def raise_odd(self, rank: int) -> int:
+        if self.rank == rank:
+            raise OddError(1, 2, 3)
+        return self.rank
+
+    def raise_while_others_block(self, rank: int, seconds: float) -> None:
+        if self.rank == rank:
+            raise ValueError(f"boom rank{rank}")
+        time.sleep(seconds)
+
+    def sleep(self, seconds: float, rank: int | None = None) -> int:
+        if rank is None or rank == self.rank:
+            time.sleep(seconds)
+        return self.rank
+
+    def leave(self, rank: int, how: str) -> int:
+        if self.rank == rank:
+            if how == "exit":
+                os._exit(3)
+            if how == "sysexit":
+                raise SystemExit(4)
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "segfault":
+                ctypes.string_at(0)
+        time.sleep(30)
+        return self.rank
+
+    def unpicklable(self) -> Any:
+        return threading.Lock()
+
+    def big(self, size: int) -> bytes:
+        return b"x" * size
+
+    def watch(self, payload: Payload) -> None:
+        self.watched.append(weakref.ref(payload))
+
+    def alive_payloads(self) -> int:
+        gc.collect()
+        return sum(ref() is not None for ref in self.watched)
+
+    def execute_model(self, plan: Any) -> Any:
+        return plan.step
+
+    def sample_tokens(self, step: int, grammar: Any) -> Any:
+        return step, grammar
+
+
+class FailsToStart(Plain):
+    """Raises, dies or hangs where the environment says, on the last rank."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self._fail("construct")
+
+    def init_device(self) -> None:
+        self._fail("init_device")
+
+    def load_model(self) -> None:
+        self._fail("load_model")
+
+    def _fail(self, where: str) -> None:
+        place, _, how = os.environ["DRUMLINE_TEST_FAIL"].partition(":")
+        if place != where or self.rank != self.context.config.parallel.world_size - 1:
+            return
+        if how == "raise":
+            raise ValueError(f"no {where}")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+
+class Bare:
+    """Has nothing but one method: the executor asks for no interface."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.rank = context.rank
+
+    def hello(self) -> str:
+        return f"hello {self.rank}"
+
+
+class Extension:
+    """Mixed into a worker class."""
+
+    def extra(self, value: int) -> int:
+        return value + self.rank  # type: ignore[attr-defined,no-any-return]
+
+
+class Clashing:
+    """Shares two attributes with Plain."""
+
+    def echo(self) -> None: ...
+
+    def get_seen(self) -> None: ...
+
+
+class Slow(Plain):
+    """Takes a while to stop."""
+
+    def shutdown(self) -> None:
+        time.sleep(0.3)
+        super().shutdown()
+
+
+class Gloo(Plain):
+    """Joins a gloo group."""
+
+    def init_device(self) -> None:
+        from drumline.parallel.groups import init_groups
+        from drumline.parallel.layout import Layout
+
+        parallel = self.context.config.parallel
+        self.groups = init_groups(
+            Layout.of(parallel), self.rank, self.context.distributed_init_method, "gloo", parallel.distributed_timeout_s
+        )
+
+    def total(self) -> float:
+        import torch
+
+        return float(self.groups.tp.all_reduce(torch.tensor([float(self.rank + 1)])).item())
+
+    def step(self, rank: int) -> float:
+        if self.rank == rank:
+            raise ValueError(f"boom rank{rank}")
+        return self.total()
+
+    def shutdown(self) -> None:
+        self.groups.destroy()
+        super().shutdown()
