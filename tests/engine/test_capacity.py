@@ -44,7 +44,7 @@ def test_max_model_len_is_clipped_to_the_pool_unless_asked_for():
     assert limit == 65
     assert "holds 64 tokens" in reason
     assert fit_max_model_len(65, 8192, capacity, SchedulerConfig()) == (65, "")
-    with pytest.raises(ConfigError, match="--max-model-len 66 .*At most 65"):
+    with pytest.raises(ConfigError, match=r"--max-model-len 66 .*At most 65"):
         fit_max_model_len(66, 8192, capacity, SchedulerConfig())
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
+from drumline.config import EngineConfig
 from drumline.errors import FailureReport
 from drumline.plan.sampling import SamplingParams
 from drumline.plan.step import TokenLogprobs
@@ -107,6 +109,16 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     vocab_size: int
     dtype: str
     model_type: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoreStart:
+    """What the front end tells the engine core (pickled by cloudpickle: an executor class may be the user's own)."""
+
+    config: EngineConfig
+    """With ``model.path`` set."""
+    address: str
+    """ZMQ address of the front end's socket."""
 
 
 class ProcessState(msgspec.Struct, kw_only=True):

@@ -1,0 +1,381 @@
+"""Clients of one engine: :class:`AsyncEngineClient` for an event loop, :class:`SyncEngineClient` for plain programs.
+
+::
+
+    this process                                    engine core
+    client -- FrontChannel (ZMQ over a unix socket) -- CoreChannel -- EngineCore loop
+           -- control connection, pidfd (supervisor's thread) -- phases, ready, failure, stop
+
+Both start everything (fork server, engine core, through it the workers) and end everything. Neither needs a main guard,
+both may live in any thread, and there may be several, one after the other or at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from drumline.config import EngineConfig
+from drumline.engine.front import FrontChannel, Stream, result_value
+from drumline.engine.launch import CONNECT_TIMEOUT_S, EngineProcesses
+from drumline.engine.protocol import (
+    Abort,
+    EngineInfo,
+    EngineOutputs,
+    EngineRequest,
+    EngineStats,
+    ProcessState,
+    RequestOutput,
+    UtilityCall,
+    UtilityResult,
+)
+from drumline.errors import EngineDeadError, FailureReport, RequestError, RPCTimeoutError
+
+log = logging.getLogger(__name__)
+
+
+class _Client:
+    """What both clients share: processes, channel, last stats."""
+
+    def __init__(self, config: EngineConfig, *, role: str) -> None:
+        self.config = config
+        self._processes = EngineProcesses(config, role=role, on_failure=self._on_failure)
+        self._channel: FrontChannel | None = None
+        self._info: EngineInfo | None = None
+        self._stats = EngineStats()
+        self._call_ids = itertools.count(1)
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """None until it is ready."""
+        return self._info
+
+    @property
+    def failure(self) -> FailureReport | None:
+        """Root cause, once the engine is dead."""
+        return self._processes.failure
+
+    def processes(self) -> list[ProcessState]:
+        """All processes of this engine, this one included. Useful during the start too."""
+        return self._processes.processes()
+
+    def stats(self) -> EngineStats:
+        """Of the last step."""
+        return self._stats
+
+    def _on_failure(self, report: FailureReport) -> None:
+        raise NotImplementedError
+
+    def _start(self) -> EngineInfo:
+        """Start all processes and wait until they are ready; blocks."""
+        if self._channel is not None:
+            raise RuntimeError("an engine client is started once")
+        channel = self._channel = FrontChannel()
+        try:
+            self._processes.start(channel.address)
+            info = self._processes.wait_ready()
+            channel.wait_connected(CONNECT_TIMEOUT_S, self._processes.raise_if_dead)
+        except BaseException:
+            self._processes.shutdown()
+            channel.close()
+            raise
+        self._stats = EngineStats(kv_blocks_total=info.num_blocks)
+        self._info = info
+        return info
+
+    def _ready_channel(self) -> FrontChannel:
+        self._processes.raise_if_dead()
+        if self._channel is None or self._info is None:
+            raise RuntimeError("the engine is not started")
+        return self._channel
+
+
+class SyncEngineClient(_Client):
+    """An engine for plain programs. Methods may be called from any thread; ``poll`` by one at a time."""
+
+    def __init__(self, config: EngineConfig, *, role: str = "LLM") -> None:
+        super().__init__(config, role=role)
+        self._lock = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._outputs: list[RequestOutput] = []
+        self._results: dict[int, UtilityResult] = {}
+        self._waiting_calls: set[int] = set()
+        self._closed = False
+
+    def start(self) -> EngineInfo:
+        """Start all processes and wait until they are ready. StartupError with the root cause."""
+        return self._start()
+
+    def add(self, request: EngineRequest) -> None:
+        """Send a request. EngineDeadError."""
+        self._send(request)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; outputs that are on their way may still come. EngineDeadError."""
+        self._send(Abort(request_ids=list(request_ids)))
+
+    def poll(self, timeout: float | None = None) -> list[RequestOutput]:
+        """Outputs that have come; waits for the first up to ``timeout`` seconds (None: until there is one).
+
+        EngineDeadError with the root cause if the engine is dead.
+        """
+        self._wait(lambda: bool(self._outputs), timeout)
+        with self._lock:
+            outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def call(self, method: str, *args: Any, timeout: float = 60.0) -> Any:
+        """Call a method of the engine core. RemoteCallError if it raises, RPCTimeoutError, EngineDeadError."""
+        call_id = next(self._call_ids)
+        self._waiting_calls.add(call_id)
+        try:
+            self._send(UtilityCall(call_id=call_id, method=method, args=list(args)))
+            if not self._wait(lambda: call_id in self._results, timeout):
+                raise RPCTimeoutError(f"RPC call to {method} timed out.")
+            return result_value(self._results.pop(call_id))
+        finally:
+            self._waiting_calls.discard(call_id)
+
+    def shutdown(self) -> None:
+        """End all processes (ladder). Idempotent."""
+        self._processes.shutdown()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._channel is not None:
+                self._channel.close()
+            os.close(self._wake)
+            self._wake = -1
+
+    def __enter__(self) -> SyncEngineClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _send(self, message: EngineRequest | Abort | UtilityCall) -> None:
+        with self._lock:
+            channel = self._ready_channel()
+            channel.send(message)
+            if channel.has_input():  # sending may have swallowed the signal that a poller waits for
+                os.eventfd_write(self._wake, 1)
+
+    def _wait(self, enough: Callable[[], bool], timeout: float | None) -> bool:
+        """Take in what comes until ``enough()``; False after ``timeout`` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self._lock:
+                channel = self._ready_channel()
+                self._take_in(channel)
+                if enough():
+                    return True
+                fds = (channel.fd, self._wake)
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            poller = select.poll()
+            for fd in fds:
+                poller.register(fd, select.POLLIN)
+            poller.poll(None if left is None else left * 1000)  # a death writes to the eventfd
+            try:
+                os.eventfd_read(fds[1])
+            except OSError:
+                pass  # nothing was written, or it was shut down: then the next turn raises
+
+    def _take_in(self, channel: FrontChannel) -> None:
+        for message in channel.receive():
+            if isinstance(message, EngineOutputs):
+                self._stats = message.stats
+                self._outputs += message.outputs
+            elif message.call_id in self._waiting_calls:
+                self._results[message.call_id] = message
+
+    def _on_failure(self, report: FailureReport) -> None:
+        with self._lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+
+class AsyncEngineClient(_Client):
+    """An engine for one asyncio loop (``engine.protocol.AsyncEngine``)."""
+
+    def __init__(self, config: EngineConfig, *, role: str = "APIServer_0") -> None:
+        super().__init__(config, role=role)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: dict[str, _AsyncStream] = {}
+        self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
+        self._dead: asyncio.Event = asyncio.Event()
+        self._watched_fd = -1
+
+    async def start(self) -> EngineInfo:
+        """Start all processes. StartupError if one fails; whatever did start is ended then."""
+        loop = self._loop = asyncio.get_running_loop()
+        try:
+            info = await asyncio.to_thread(self._start)
+        except asyncio.CancelledError:
+            await self.shutdown()  # the thread ends too: what it waits for is gone
+            raise
+        assert self._channel is not None
+        self._watched_fd = self._channel.fd
+        loop.add_reader(self._watched_fd, self._take_in)
+        self._take_in()
+        return info
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request. Closing the iterator aborts the request. EngineDeadError if the engine dies.
+
+        RequestError if the id is in use.
+        """
+        if request.request_id in self._streams:
+            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        stream = self._streams[request.request_id] = _AsyncStream()
+        try:
+            self._send(request)
+            while True:
+                output = await stream.next()
+                if output is None:
+                    self._processes.raise_if_dead()
+                    raise AssertionError("a stream ended without output and without a failure")
+                yield output
+                if stream.ended:
+                    return
+        finally:
+            del self._streams[request.request_id]
+            if not stream.finished and self._usable:
+                self._send(Abort(request_ids=[request.request_id]))
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; their iterators end with finish_reason ``abort``."""
+        self._send(Abort(request_ids=list(request_ids)))
+        for request_id in request_ids:
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.end(request_id, "abort")
+
+    async def call(self, method: str, *args: Any, timeout: float = 60.0) -> Any:  # noqa: ASYNC109
+        """Call a method of the engine core. RemoteCallError if it raises, RPCTimeoutError, EngineDeadError."""
+        call_id = next(self._call_ids)
+        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(UtilityCall(call_id=call_id, method=method, args=list(args)))
+            return result_value(await asyncio.wait_for(future, timeout))
+        except TimeoutError as error:
+            raise RPCTimeoutError(f"RPC call to {method} timed out.") from error
+        finally:
+            del self._calls[call_id]
+
+    async def wait_dead(self) -> FailureReport:
+        """Wait until the engine dies; its root cause."""
+        await self._dead.wait()
+        assert self.failure is not None
+        return self.failure
+
+    async def shutdown(self) -> None:
+        """End all processes (ladder). Idempotent."""
+        await asyncio.to_thread(self._processes.shutdown)
+        self._unwatch()
+        self._end_all()
+        if self._channel is not None and self._info is not None:
+            self._channel.close()  # before that it belongs to the thread that starts
+
+    # the loop's thread
+
+    @property
+    def _usable(self) -> bool:
+        return self.failure is None and self._watched_fd >= 0
+
+    def _send(self, message: EngineRequest | Abort | UtilityCall) -> None:
+        channel = self._ready_channel()
+        channel.send(message)
+        if channel.has_input():  # sending may have swallowed the signal that the loop waits for
+            assert self._loop is not None
+            self._loop.call_soon(self._take_in)
+
+    def _take_in(self) -> None:
+        """Hand out what has come."""
+        channel = self._channel
+        if channel is None or self._watched_fd < 0:
+            return
+        for message in channel.receive():
+            if isinstance(message, EngineOutputs):
+                self._stats = message.stats
+                for output in message.outputs:
+                    if (stream := self._streams.get(output.request_id)) is not None:
+                        stream.put(output)
+            elif (future := self._calls.get(message.call_id)) is not None and not future.done():
+                future.set_result(message)
+        if channel.has_input():
+            assert self._loop is not None
+            self._loop.call_soon(self._take_in)
+
+    def _on_failure(self, report: FailureReport) -> None:
+        """The supervisor's thread."""
+        if self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._on_dead)
+            except RuntimeError:
+                pass  # the loop is closed; nobody waits
+
+    def _on_dead(self) -> None:
+        self._take_in()  # what the engine said before it died is true
+        self._unwatch()
+        self._dead.set()
+        self._end_all()
+
+    def _unwatch(self) -> None:
+        if self._watched_fd >= 0 and self._loop is not None:
+            self._loop.remove_reader(self._watched_fd)
+            self._watched_fd = -1
+
+    def _end_all(self) -> None:
+        """Wake everyone who waits; they find the failure."""
+        for stream in self._streams.values():
+            stream.wake()
+        for future in self._calls.values():
+            if not future.done():
+                try:
+                    self._processes.raise_if_dead()
+                except EngineDeadError as error:
+                    future.set_exception(error)
+
+
+class _AsyncStream(Stream):
+    """A stream with one consumer on the loop."""
+
+    __slots__ = ("_event", "_over")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._event = asyncio.Event()
+        self._over = False
+
+    @property
+    def ended(self) -> bool:
+        """The last output was put in, and taken."""
+        return self.finished and self._pending is None
+
+    def put(self, output: RequestOutput) -> None:
+        """Add an output and wake the consumer."""
+        super().put(output)
+        self._event.set()
+
+    def wake(self) -> None:
+        """Nothing more will come."""
+        self._over = True
+        self._event.set()
+
+    async def next(self) -> RequestOutput | None:
+        """The next output; None if nothing more will come."""
+        while (output := self.take()) is None:
+            if self._over:
+                return None
+            self._event.clear()
+            await self._event.wait()
+        return output

@@ -1,0 +1,258 @@
+"""The engine core: what turns requests into plans and answers into outputs, in one loop on one thread.
+
+::
+
+    inbox (channel's thread)  --ring-->  +----------------------------------------------+
+    answers (executor)        --ring-->  | one Waiter: the only thing this thread sleeps |
+    failure (supervisor)      --ring-->  | on; idle, it sleeps                           |
+    stop (control connection) --ring-->  +----------------------------------------------+
+        take messages -> schedule -> execute_model(non_block) -> ... until the pipeline is full or nothing is left to
+        schedule -> hand outputs of the last answer to the channel -> sleep -> update with the oldest answer
+
+With look-ahead the pipeline holds two plans: plan n + 1 is issued before the answer of plan n is known, so workers
+find their next plan waiting when they have answered. Outputs go out after the next plan, since workers may be idle and
+clients are not.
+
+A request that cannot be handled gets an output with finish_reason ``error``; it never ends the loop. A step that fails
+does: slots and caches of the workers cannot be trusted after it. The exception leaves :meth:`EngineCore.run` and the
+process ends with a report.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from drumline.engine.channel import Incoming, Outgoing, Undecodable
+from drumline.engine.protocol import (
+    Abort,
+    EngineOutputs,
+    EngineRequest,
+    RequestOutput,
+    UtilityCall,
+    UtilityResult,
+)
+from drumline.engine.scheduler import Scheduler
+from drumline.errors import DrumlineError, ExecutorFailedError, RequestError
+from drumline.executor.base import Executor
+from drumline.plan.step import StepOutput
+from drumline.processes.reports import make_report
+from drumline.transport import Waiter
+
+log = logging.getLogger(__name__)
+
+
+class Future(Protocol):
+    """What executors give for a call that is not waited for (``drumline.executor.calls.Call``)."""
+
+    deadline: float | None
+
+    def done(self) -> bool:
+        """It has ended."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What it gave."""
+
+
+class Channel(Protocol):
+    """Messages from and to the front end (``drumline.engine.channel.CoreChannel``)."""
+
+    inbox: deque[Incoming | Undecodable]
+
+    error: BaseException | None
+    """What broke the channel."""
+
+    def send(self, message: Outgoing) -> None:
+        """Never blocks."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A plan whose answer has not been taken."""
+
+    step: int
+    future: Future
+    sampling: bool = False
+    """The future is that of sample_tokens."""
+
+
+class EngineCore:
+    """See the module's text.
+
+    Args:
+        executor: ready, with its KV pool allocated; waits on ``waiter`` too.
+        scheduler: owns the KV accounting.
+        waiter: rung by the executor, the channel and :meth:`stop`.
+        channel: where messages come from and go to.
+        role: name in reports.
+
+    """
+
+    def __init__(
+        self, executor: Executor, scheduler: Scheduler, waiter: Waiter, channel: Channel, *, role: str = "EngineCore"
+    ) -> None:
+        self._executor = executor
+        self._scheduler = scheduler
+        self._waiter = waiter
+        self._channel = channel
+        self._role = role
+        self._depth = executor.max_concurrent_batches
+        self._flights: deque[_Flight] = deque()
+        self._calls: list[tuple[int, str, Future]] = []
+        self._unsent: list[RequestOutput] = []
+        self._tell_stats = False
+        self._stopping = False
+        self._utilities: dict[str, Callable[..., Any]] = {
+            "ping": lambda: "pong",
+            "stats": scheduler.stats,
+            "reset_prefix_cache": scheduler.reset_prefix_cache,
+            "request_ids": scheduler.request_ids,
+            "collective_rpc": self._collective_rpc,
+        }
+        executor.register_failure_callback(lambda report: waiter.ring())
+
+    @property
+    def step(self) -> int | None:
+        """Number of the oldest step whose answer has not come; for reports."""
+        return self._flights[0].step if self._flights else None
+
+    def stop(self) -> None:
+        """Make :meth:`run` return soon. Any thread, any signal handler."""
+        self._stopping = True
+        self._waiter.ring()
+
+    def run(self) -> None:
+        """Serve until :meth:`stop`. Raises what makes going on impossible: ExecutorFailedError, RemoteCallError ..."""
+        while not self._stopping:
+            self._take_messages()
+            issued = self._issue()
+            self._send_outputs()
+            if not issued:
+                self._waiter.wait(self._something_to_do, self._flights[0].future.deadline if self._flights else None)
+                self._take_answers()
+
+    # waiting
+
+    def _something_to_do(self) -> bool | None:
+        """What the waiter looks at. True ends the wait."""
+        if self._executor.is_failed:
+            assert self._executor.failure is not None
+            raise ExecutorFailedError(self._executor.failure)
+        if self._channel.error is not None:
+            raise self._channel.error
+        if self._stopping or self._channel.inbox:
+            return True
+        if self._flights and self._flights[0].future.done():
+            return True
+        return any(future.done() for _, _, future in self._calls) or None
+
+    # the step
+
+    def _issue(self) -> bool:
+        """Send the next plan, if there is room and something to compute."""
+        if len(self._flights) >= self._depth:
+            return False
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return False
+        future: Future = self._executor.execute_model(plan, non_block=True)
+        if plan.defer_sampling:
+            future = self._executor.sample_tokens(plan.step, None, non_block=True)
+        self._flights.append(_Flight(plan.step, future, plan.defer_sampling))
+        return True
+
+    def _take_answers(self) -> None:
+        """Update the scheduler with the answers that have come, oldest first; answer calls that have ended."""
+        while self._flights:
+            flight = self._flights[0]
+            if not flight.future.done() and not self._overdue(flight):
+                break
+            output: StepOutput | None = flight.future.result(0.0)
+            if output is None:
+                if flight.sampling:
+                    raise DrumlineError(f"sample_tokens of step {flight.step} gave no output")
+                flight.future, flight.sampling = self._executor.sample_tokens(flight.step, None, non_block=True), True
+                continue
+            self._flights.popleft()
+            self._unsent += self._scheduler.update(output)
+            self._tell_stats = True
+        for item in [item for item in self._calls if item[2].done()]:
+            self._calls.remove(item)
+            call_id, method, future = item
+            self._answer(call_id, method, future.result, 0.0)
+
+    def _overdue(self, flight: _Flight) -> bool:
+        """The deadline is over: its result() raises."""
+        return flight.future.deadline is not None and time.monotonic() >= flight.future.deadline
+
+    def _send_outputs(self) -> None:
+        if self._unsent or self._tell_stats:
+            self._channel.send(EngineOutputs(outputs=self._unsent, stats=self._scheduler.stats()))
+            self._unsent, self._tell_stats = [], False
+
+    # messages
+
+    def _take_messages(self) -> None:
+        inbox = self._channel.inbox
+        while inbox:
+            message = inbox.popleft()
+            try:
+                self._handle(message)
+            except Exception as error:
+                log.exception("a message of the front end could not be handled")
+                self._refuse(getattr(message, "request_id", ""), f"internal error: {error}")
+
+    def _handle(self, message: Incoming | Undecodable) -> None:
+        match message:
+            case EngineRequest():
+                try:
+                    self._scheduler.add(message)
+                except RequestError as error:
+                    self._refuse(message.request_id, str(error))
+            case Abort():
+                self._scheduler.abort(message.request_ids)
+                self._tell_stats = True
+            case UtilityCall():
+                self._answer(message.call_id, message.method, self._call, message)
+            case Undecodable():
+                self._refuse(message.request_id, message.message)
+
+    def _refuse(self, request_id: str, message: str) -> None:
+        if request_id:
+            self._unsent.append(
+                RequestOutput(
+                    request_id=request_id, first_index=0, token_ids=[], finish_reason="error", message=message
+                )
+            )
+
+    # calls by name
+
+    def _call(self, message: UtilityCall) -> Any:
+        utility = self._utilities.get(message.method)
+        if utility is None:
+            raise ValueError(f"the engine core has no {message.method!r}; it has {', '.join(sorted(self._utilities))}")
+        return utility(*message.args)
+
+    def _collective_rpc(
+        self, method: str, args: list[Any] | None = None, kwargs: dict[str, Any] | None = None
+    ) -> Future:
+        future: Future = self._executor.collective_rpc(method, tuple(args or ()), kwargs or {}, non_block=True)
+        return future
+
+    def _answer(self, call_id: int, method: str, function: Callable[..., Any], *args: Any) -> None:
+        """Send what a call gave, or what it raised. A future is answered when it is done."""
+        try:
+            value = function(*args)
+            if hasattr(value, "done") and hasattr(value, "result"):
+                self._calls.append((call_id, method, value))
+                return
+            self._channel.send(UtilityResult(call_id=call_id, value=value))
+        except ExecutorFailedError:
+            raise
+        except Exception as error:  # noqa: BLE001 (it is the caller's)
+            report = make_report(error, role=self._role, phase=method)
+            self._channel.send(UtilityResult(call_id=call_id, error=report))

@@ -1,0 +1,178 @@
+"""The processes of one engine as the front end has them: started, watched, ended. Used by both clients.
+
+Life: :meth:`EngineProcesses.start` (returns at once), :meth:`~EngineProcesses.wait_ready`, serving, and
+:meth:`~EngineProcesses.shutdown`. A failure is noticed by the supervisor's thread; it is kept as ``failure``, told to
+``on_failure`` once, and whatever is left is ended in the background, so that nothing stays behind even if the program
+that holds the client never looks at it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+import cloudpickle
+import msgspec
+
+from drumline.config import EngineConfig
+from drumline.engine.protocol import CoreStart, EngineInfo, ProcessState
+from drumline.errors import EngineDeadError, FailureReport, StartupError
+from drumline.model.spec import preload_modules, read_spec
+from drumline.platforms import resolve_platform
+from drumline.processes import (
+    EventKind,
+    ForkServer,
+    LogConfig,
+    Member,
+    MemberEvent,
+    ProcessSpec,
+    Supervisor,
+    engine_core_name,
+)
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 10.0
+"""A ready engine core has connected long ago; this is only a bound."""
+
+
+class EngineProcesses:
+    """See the module's text. Thread-safe.
+
+    Args:
+        config: ``model.path`` is set.
+        role: what reports and the process table call this process.
+        on_failure: called once, in the supervisor's thread, when the engine is dead. Must not block.
+
+    """
+
+    def __init__(self, config: EngineConfig, *, role: str, on_failure: Callable[[FailureReport], None]) -> None:
+        self.config = config
+        self.failure: FailureReport | None = None
+        """Root cause, once the engine is dead."""
+        self._role = role
+        self._on_failure = on_failure
+        self._phase = "starting"
+        self._forkserver: ForkServer | None = None
+        self._supervisor: Supervisor | None = None
+        self._core: Member | None = None
+        self._workers: dict[int, ProcessState] = {}
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._stopped = threading.Event()
+
+    def start(self, address: str) -> None:
+        """Start fork server and engine core; returns before they have done anything. ConfigError if that is known to
+        be in vain."""
+        process = self.config.process
+        preload = process.preload or preload_of(self.config)
+        level = process.log_level
+        with self._lock:
+            if self._stopping:
+                raise self._stopped_error()
+            self._forkserver = ForkServer.start(
+                preload, log=LogConfig.create(level=level, dir=process.log_dir), role=self._role
+            )
+            self._supervisor = Supervisor(on_event=self._on_event, rung_s=process.shutdown_timeout_s)
+            self._core = self._forkserver.spawn(
+                ProcessSpec(
+                    role=engine_core_name(self.config.parallel.data_parallel_rank),
+                    target="drumline.engine.main:main",
+                    payload=cloudpickle.dumps(CoreStart(config=self.config, address=address)),
+                    threads=core_threads(self.config),
+                    forkserver_access=True,
+                )
+            )
+            self._supervisor.add(self._core)
+
+    def wait_ready(self) -> EngineInfo:
+        """Wait until the engine core is ready. StartupError with the root cause; everything has been ended then."""
+        supervisor, core = self._supervisor, self._core
+        assert supervisor is not None
+        assert core is not None
+        try:
+            # the engine core has the same limit for its workers and knows better who is late, so ours is longer
+            supervisor.wait_all_ready([core], self.config.process.start_timeout_s + 10.0)
+        except StartupError as error:
+            self._note_failure(error.report)
+            self.shutdown()
+            raise
+        with self._lock:
+            if self._stopping:
+                raise self._stopped_error()
+        self._phase = "ready"
+        return msgspec.msgpack.decode(core.info, type=EngineInfo)
+
+    def raise_if_dead(self) -> None:
+        """EngineDeadError with the root cause, if the engine is dead or was shut down."""
+        if self.failure is not None:
+            raise EngineDeadError(self.failure)
+        if self._stopping:
+            raise EngineDeadError(self._stop_report())
+
+    def processes(self) -> list[ProcessState]:
+        """All processes, this one first."""
+        rows = [ProcessState(name=self._role, pid=os.getpid(), phase=self._phase)]
+        if self._forkserver is not None:
+            rows.append(ProcessState(name="ForkServer", pid=self._forkserver.pid, phase=self._forkserver.phase))
+        if self._core is not None:
+            rows.append(ProcessState(name=self._core.name, pid=self._core.pid, phase=self._core.phase))
+        return rows + [self._workers[rank] for rank in sorted(self._workers)]
+
+    def shutdown(self) -> None:
+        """End all processes: ladder, then the fork server. Idempotent, bounded; other callers wait for the first."""
+        with self._lock:
+            first, self._stopping = not self._stopping, True
+        if not first:
+            self._stopped.wait(30.0)
+            return
+        try:
+            if self._supervisor is not None:
+                self._supervisor.close(force=self.failure is not None)
+            if self._forkserver is not None:
+                self._forkserver.close()
+        finally:
+            self._phase = "stopped"
+            self._stopped.set()
+
+    # events: the supervisor's thread
+
+    def _on_event(self, event: MemberEvent) -> None:
+        if event.kind is EventKind.MESSAGE:
+            row = msgspec.msgpack.decode(event.data, type=ProcessState)
+            self._workers[row.rank or 0] = row
+        elif event.kind is EventKind.FAILURE and event.report is not None:
+            self._note_failure(event.report)
+
+    def _note_failure(self, report: FailureReport) -> None:
+        with self._lock:
+            if self.failure is not None or self._stopping:
+                return
+            self.failure = report
+        self._phase = "failed"
+        self._on_failure(report)
+        threading.Thread(target=self.shutdown, name="drumline-cleanup", daemon=True).start()
+
+    def _stop_report(self) -> FailureReport:
+        return FailureReport(role=self._role, pid=os.getpid(), phase=self._phase, what="was shut down")
+
+    def _stopped_error(self) -> StartupError:
+        return StartupError(self._stop_report())
+
+
+def preload_of(config: EngineConfig) -> tuple[str, ...]:
+    """What the fork server imports: what workers of this model need, and the engine core."""
+    own = config.process.worker_cls != "auto"
+    workers = ("torch",) if own else preload_modules(read_spec(config.model.path))
+    return (*workers, "drumline.engine.main", "drumline.worker.main")
+
+
+def core_threads(config: EngineConfig) -> int:
+    """Compute threads of the engine core if the worker lives in it (``uni``). Else 0: it computes nothing, and its
+    environment must stay the user's, since the executor reads OMP_NUM_THREADS there for the workers."""
+    if config.parallel.world_size > 1:
+        return 0
+    platform = resolve_platform(config.platform)
+    return platform.threads_per_worker(config.process.threads_per_worker, config.parallel.local_devices, os.environ)

@@ -1,0 +1,149 @@
+"""The engine core process, from its first line to its end. The fork server calls :func:`main` in a fresh child.
+
+1. Executor: workers are started and load the model.
+2. KV pool: what a block costs on each rank, what each rank has, the minimum of that; allocation; warm-up.
+3. Scheduler and channel; ready, with an :class:`EngineInfo`.
+4. The loop (``engine.core``), until the owner asks to stop or is gone, or something breaks.
+5. Workers are stopped; the process ends.
+
+A failure goes over the control connection (``child.fail``), never over the channel, and the exit code is not zero.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import time
+
+import msgspec
+
+from drumline.config import EngineConfig
+from drumline.engine.blocks import BlockPool
+from drumline.engine.capacity import Capacity, fit_max_model_len, pool_capacity
+from drumline.engine.channel import CoreChannel
+from drumline.engine.core import EngineCore
+from drumline.engine.protocol import CoreStart, EngineInfo, ProcessState
+from drumline.engine.scheduler import Limits, Scheduler
+from drumline.errors import ExecutorFailedError, ExitCode, RPCTimeoutError, StartupError
+from drumline.executor import Executor, WorkerState
+from drumline.model.spec import ModelSpec, read_spec
+from drumline.plan.kv import KVSpec
+from drumline.processes import ChildContext
+from drumline.transport import Waiter
+from drumline.transport.sockets import remove_stale
+
+log = logging.getLogger(__name__)
+
+
+def main(child: ChildContext, payload: bytes) -> None:
+    """Entry point: ``drumline.engine.main:main``; ``payload`` is a pickled :class:`CoreStart`."""
+    start: CoreStart = pickle.loads(payload)  # from the process that had us made, over a socketpair
+    try:
+        EngineProcess(child, start).run()
+    except (ExecutorFailedError, StartupError, RPCTimeoutError) as error:
+        child.fail(error)
+        code = ExitCode.STALLED if isinstance(error, RPCTimeoutError) else ExitCode.WORKER_DIED
+        raise SystemExit(int(code)) from error
+    finally:
+        if child.owner_gone:
+            remove_stale()  # a front end that was killed while starting leaves a folder
+
+
+class EngineProcess:
+    """All parts of one engine core process."""
+
+    def __init__(self, child: ChildContext, start: CoreStart) -> None:
+        self._child = child
+        self._config = start.config
+        self._address = start.address
+        self._waiter = Waiter.create("engine")
+        self._spec = read_spec(start.config.model.path)
+
+    def run(self) -> None:
+        """Start, serve, stop."""
+        executor = self._start_executor()
+        try:
+            scheduler, info = self._prepare(executor)
+            channel = CoreChannel(self._address, self._waiter.ring)
+            try:
+                self._serve(executor, scheduler, info, channel)
+            finally:
+                channel.close()
+        finally:
+            executor.shutdown()
+
+    def _serve(self, executor: Executor, scheduler: Scheduler, info: EngineInfo, channel: CoreChannel) -> None:
+        core = EngineCore(executor, scheduler, self._waiter, channel, role=self._child.role)
+        self._child.on_stop(core.stop)
+        # what was made so far lives as long as the process: collections need not look at it again
+        gc.collect()
+        gc.freeze()
+        self._child.ready(msgspec.msgpack.encode(info))
+        try:
+            core.run()
+        except BaseException as error:
+            self._child.fail(error, phase="execute_model" if core.step is not None else "serving", step=core.step)
+            raise
+
+    # the start
+
+    def _start_executor(self) -> Executor:
+        self._child.set_phase("starting workers")
+        kind = Executor.get_class(self._config)
+        forkserver = None if self._config.parallel.world_size == 1 else self._child.forkserver
+        return kind(self._config, waiter=self._waiter, forkserver=forkserver, on_phase=self._pass_on)
+
+    def _pass_on(self, state: WorkerState) -> None:
+        """A worker is in another phase. One that is an object in this process (``uni``) has no row of its own."""
+        if state.pid == os.getpid():
+            if self._child.phase != "ready":
+                self._child.set_phase(state.phase)
+            return
+        row = ProcessState(name=state.name, pid=state.pid, rank=state.rank, phase=state.phase)
+        self._child.send(msgspec.msgpack.encode(row))
+
+    def _prepare(self, executor: Executor) -> tuple[Scheduler, EngineInfo]:
+        """KV pool and warm-up."""
+        config = self._config
+        self._child.set_phase("KV cache")
+        began = time.monotonic()
+        specs: list[KVSpec] = executor.collective_rpc("get_kv_cache_spec")
+        capacity = pool_capacity(specs, executor.collective_rpc("determine_available_memory"), config.cache)
+        max_model_len, reason = fit_max_model_len(
+            config.model.max_model_len, self._spec.max_positions, capacity, config.scheduler
+        )
+        if reason:
+            log.warning("max_model_len is %d instead of %d: %s", max_model_len, self._spec.max_positions, reason)
+        executor.initialize_from_config(capacity.configs(executor.world_size))
+        log.info(
+            "KV cache: %d blocks of %d tokens, %.1f requests of %d tokens (%s); %.2f s",
+            capacity.num_blocks,
+            capacity.block_size,
+            capacity.num_tokens / max_model_len,
+            max_model_len,
+            capacity.reason,
+            time.monotonic() - began,
+        )
+        return make_scheduler(config, self._spec, capacity, max_model_len), EngineInfo(
+            max_model_len=max_model_len,
+            num_blocks=capacity.num_blocks,
+            block_size=capacity.block_size,
+            vocab_size=self._spec.vocab_size,
+            dtype=specs[0].dtype,
+            model_type=self._spec.model_type,
+        )
+
+
+def make_scheduler(config: EngineConfig, spec: ModelSpec, capacity: Capacity, max_model_len: int) -> Scheduler:
+    """A scheduler over the pool."""
+    pool = BlockPool(capacity.num_blocks, capacity.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
+    limits = Limits(
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+        vocab_size=spec.vocab_size,
+    )
+    return Scheduler(limits, pool)
