@@ -327,10 +327,15 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: tuple[str, ...] = ()
-    api_server_count: int = 1
+    api_server_count: int = 0
+    """Processes that speak HTTP; 0: one for each DP rank."""
+
+    def api_servers(self, parallel: ParallelConfig) -> int:
+        """How many processes speak HTTP."""
+        return self.api_server_count or parallel.data_parallel_size
 
     def __post_init__(self) -> None:
-        _whole(self, ("api_server_count",))
+        _whole(self, ("api_server_count",), least=0)
         if not 0 <= self.port < 65536:
             raise ConfigError(f"{option('port')} must be between 0 (any free port) and 65535, not {self.port}")
 

@@ -1,0 +1,271 @@
+"""``drumline plan``: what given flags mean, without starting anything: processes, ranks, devices, groups, queues.
+
+All of it comes from the same pure functions that the running system uses. No torch, no transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from drumline.cli.args import Parser, add_flags, configs, parse
+from drumline.config import DeviceTable, EngineConfig, ParallelConfig, ServerConfig, choose_backend
+from drumline.errors import ConfigError, ExitCode
+from drumline.model.spec import ModelSpec, read_spec
+from drumline.parallel.layout import (
+    GroupKind,
+    Layout,
+    device_index,
+    global_rank,
+    local_rank_of,
+    node_of,
+    worker_places,
+)
+from drumline.parallel.shards import Range, layer_shards, vocab_shards
+from drumline.platforms import device_table
+from drumline.processes.titles import DP_COORDINATOR, FORK_SERVER, api_server_name, engine_core_name, worker_name
+from drumline.transport.doorbell import DOORBELL_BYTES
+from drumline.worker.segment import SegmentLayout
+
+EXPERTS_ONLY = (GroupKind.DP, GroupKind.EP, GroupKind.EPLB)
+"""Groups that exist only where the ranks of several engines or of a stage share experts."""
+
+
+class Row(NamedTuple):
+    """One kind of process."""
+
+    role: str
+    names: tuple[str, ...]
+    note: str = ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """``drumline plan [MODEL] [flags]``: print the plan. Exit code 0 also where ``serve`` would refuse: it says so."""
+    parser = Parser(
+        prog="drumline plan",
+        usage="drumline plan [MODEL] [flags]",
+        description="Show processes, ranks, groups and queues for the flags of serve. Starts nothing.",
+    )
+    add_flags(parser)
+    config, server = configs(parse(parser, argv))
+    sys.stdout.write(plan_text(config, server, device_table(config.platform)))
+    return ExitCode.OK
+
+
+def plan_text(config: EngineConfig, server: ServerConfig | None = None, devices: DeviceTable | None = None) -> str:
+    """The whole plan as text. ``devices``: what the machine has; by default this machine is asked."""
+    server = server or ServerConfig()
+    devices = devices or device_table(config.platform)
+    parallel = config.parallel
+    try:
+        backend = choose_backend(config.checked(devices).parallel, devices)
+        refused = ""
+    except ConfigError as error:
+        backend, refused = "mp", str(error)
+    blocks = [
+        _head(parallel, backend, devices),
+        _processes(parallel, server, backend),
+        _ranks(parallel, devices),
+        _groups(parallel),
+        _queues(config, backend),
+        _shares(config, parallel),
+        f"serve would refuse this here: {refused}" if refused else "",
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def process_table(parallel: ParallelConfig, server: ServerConfig, backend: object) -> list[Row]:
+    """Processes of ``drumline serve`` by role; auxiliary ones (:func:`auxiliary_table`) are not among them."""
+    ranks = [(_of_engine(parallel, dp), rank) for dp in _engines(parallel) for rank in range(parallel.world_size)]
+    workers = tuple(worker_title(engine, rank) for engine, rank in ranks)
+    if backend == "uni":
+        worker = Row("worker", (), "the only worker lives in its engine core (uni)")
+    else:
+        worker = Row("worker", workers)
+    rows = [
+        Row("API server", tuple(api_server_name(index) for index in range(server.api_servers(parallel)))),
+        Row("engine core", tuple(engine_core_name(dp) for dp in _engines(parallel))),
+        worker,
+    ]
+    if parallel.data_parallel_size > 1:
+        rows.append(Row("DP coordinator", (DP_COORDINATOR,)))
+    return rows
+
+
+def auxiliary_table(parallel: ParallelConfig, server: ServerConfig) -> list[Row]:
+    """Processes beside the table: they neither serve nor compute."""
+    rows = [Row("fork server", (FORK_SERVER,), "imports the libraries once, forks engine cores and workers")]
+    if server.api_servers(parallel) > 1:
+        rows.append(Row("supervisor", ("Supervisor",), "the root, owns the port when there are several API servers"))
+    return rows
+
+
+def worker_title(parallel: ParallelConfig, rank: int) -> str:
+    """Title of a worker once its groups exist."""
+    return worker_name(**worker_places(parallel, rank), expert_parallel=parallel.enable_expert_parallel)
+
+
+def _engines(parallel: ParallelConfig) -> range:
+    return range(parallel.data_parallel_size)
+
+
+def _of_engine(parallel: ParallelConfig, dp_rank: int) -> ParallelConfig:
+    return replace(parallel, data_parallel_rank=dp_rank)
+
+
+def _head(parallel: ParallelConfig, backend: object, devices: DeviceTable) -> str:
+    sizes = (
+        f"TP {parallel.tensor_parallel_size} x PP {parallel.pipeline_parallel_size} x "
+        f"PCP {parallel.prefill_context_parallel_size}"
+    )
+    name = backend if isinstance(backend, str) else getattr(backend, "__qualname__", repr(backend))
+    found = f", {len(devices.devices)} devices" if devices.accelerator else ""
+    return (
+        f"world size {parallel.world_size} ({sizes}), DP {parallel.data_parallel_size}, "
+        f"DCP {parallel.decode_context_parallel_size}, backend {name}\n"
+        f"this machine: platform {devices.platform}{found}, {devices.cores} cores, {_bytes(devices.memory)} memory\n"
+        f"the output rank is {Layout.of(parallel).output_rank}, driver ranks are those whose TP place is 0"
+    )
+
+
+def _processes(parallel: ParallelConfig, server: ServerConfig, backend: object) -> str:
+    rows = process_table(parallel, server, backend)
+    beside = auxiliary_table(parallel, server)
+    lines = [f"processes: {sum(len(row.names) for row in rows)}"]
+    lines += [_process_line(row) for row in rows]
+    lines.append(f"beside them, not counted: {sum(len(row.names) for row in beside)}")
+    lines += [_process_line(row) for row in beside]
+    return "\n".join(lines)
+
+
+def _process_line(row: Row) -> str:
+    names = row.names if len(row.names) <= 4 else (*row.names[:2], "...", row.names[-1])
+    return (
+        f"  {len(row.names):3}  {row.role:15} {' '.join(names)}{' ' if names and row.note else ''}{row.note}".rstrip()
+    )
+
+
+def _ranks(parallel: ParallelConfig, devices: DeviceTable) -> str:
+    layout = Layout.of(parallel)
+    table = [("DP", "rank", "global", "node", "local", "PP", "PCP", "TP", "device", "name")]
+    for dp in _engines(parallel):
+        engine = _of_engine(parallel, dp)
+        for rank in range(parallel.world_size):
+            place, local = layout.coordinates(rank), local_rank_of(engine, rank)
+            numbers = (dp, rank, global_rank(engine, rank), _node(engine, rank), local, place.pp, place.pcp, place.tp)
+            device = _device(devices, device_index(engine, local))
+            table.append((*map(str, numbers), device, worker_title(engine, rank)))  # type: ignore[arg-type]
+    return "ranks\n" + _table(table)
+
+
+def _node(parallel: ParallelConfig, rank: int) -> int:
+    """Machine of a rank, counted over all machines of the run."""
+    if parallel.nnodes == 1:
+        return 0
+    local = parallel.data_parallel_size_local or parallel.data_parallel_size
+    return parallel.data_parallel_rank // local * parallel.nnodes_within_dp + node_of(parallel, rank)
+
+
+def _device(devices: DeviceTable, index: int) -> str:
+    if not devices.accelerator:
+        return devices.platform
+    if index >= len(devices.devices):
+        return f"{devices.platform}:{index} (not here)"
+    return f"{devices.platform}:{index} {devices.devices[index].name}"
+
+
+def _groups(parallel: ParallelConfig) -> str:
+    layout = Layout.of(parallel, span_engines=True)
+    table = [("kind", "size", "groups (global ranks)", "")]
+    for kind, groups in layout.groups.items():
+        size = layout.group_size(kind)
+        shown = " ".join(f"[{','.join(map(str, group))}]" for group in groups) if size > 1 else "each rank alone"
+        note = ""
+        if size > 1 and not parallel.enable_expert_parallel:
+            if kind in EXPERTS_ONLY:
+                note = "with --enable-expert-parallel only"
+            elif kind is GroupKind.WORLD and parallel.data_parallel_size > 1:
+                note = "without it each engine is a world of its own"
+        table.append((kind.name, str(size), shown, note))
+    return "groups\n" + _table(table)
+
+
+def _queues(config: EngineConfig, backend: object) -> str:
+    process, local = config.process, config.parallel.local_world_size
+    if backend != "mp":
+        return f"queues: none of drumline's own between engine core and workers with backend {backend}"
+    layout = SegmentLayout.of(local, process)
+    bells = (local + 1) * DOORBELL_BYTES
+    readers = f"{local} reader{'s' if local > 1 else ''}"
+    table = [
+        ("queue", "count", "slots", "slot", "bytes", ""),
+        (
+            "calls",
+            "1",
+            str(process.mq_slots),
+            _bytes(process.mq_slot_bytes),
+            _bytes(layout.calls.total_bytes),
+            f"engine core to {readers}, messages up to {_bytes(layout.calls.largest_message)}",
+        ),
+        (
+            "answers",
+            str(local),
+            str(process.mq_answer_slots),
+            _bytes(process.mq_answer_slot_bytes),
+            _bytes(local * layout.answers.total_bytes),
+            f"one from each worker, messages up to {_bytes(layout.answers.largest_message)}",
+        ),
+        ("doorbells", str(local + 1), "", "", _bytes(bells), "one for each that waits"),
+    ]
+    total = layout.total_bytes + bells
+    return f"queues of each engine core: {_bytes(total)} of shared memory, taken as it is touched\n" + _table(table)
+
+
+def _shares(config: EngineConfig, parallel: ParallelConfig) -> str:
+    """Shares of the model, if it is a folder of this machine."""
+    folder = config.model.path or config.model.model
+    if not folder or not Path(folder).is_dir():
+        return ""
+    spec = read_spec(folder)
+    try:
+        return _share_table(spec, parallel)
+    except ConfigError as error:
+        return f"serve would refuse this model: {error}"
+
+
+def _share_table(spec: ModelSpec, parallel: ParallelConfig) -> str:
+    tp = parallel.tensor_parallel_size
+    table = [("TP", "query heads", "KV heads", "vocabulary")]
+    for rank, (heads, vocab) in enumerate(zip(spec.heads(tp), vocab_shards(spec.vocab_size, tp), strict=True)):
+        table.append((str(rank), _range(heads.q), _range(heads.kv), _range(vocab)))
+    stages = layer_shards(spec.num_layers, parallel.pipeline_parallel_size)
+    layers = ", ".join(f"PP{stage} {_range(part)}" for stage, part in enumerate(stages))
+    return (
+        f"shares of the model ({spec.architecture}: {spec.num_heads} query and {spec.num_kv_heads} KV heads, "
+        f"vocabulary {spec.vocab_size})\n  layers: {layers}\n" + _table(table)
+    )
+
+
+def _range(part: Range) -> str:
+    return f"{part.start}..{part.stop - 1} ({part.size})"
+
+
+def _bytes(number: int) -> str:
+    """1536 -> ``1.5 KiB``."""
+    value, unit = float(number), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.1f}".rstrip("0").rstrip(".") + f" {unit}"
+
+
+def _table(rows: Iterable[Sequence[str]]) -> str:
+    """Columns under a first row of titles, indented by two."""
+    rows = list(rows)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(f"  {line}".rstrip() for line in lines)
