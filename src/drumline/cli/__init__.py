@@ -1,0 +1,1 @@
+"""The `drumline` command: serve, chat, plan."""

@@ -1,0 +1,102 @@
+"""A small client of drumline's own API over the standard library: what ``chat`` needs and no more.
+
+Closing the connection is how a client stops an answer; the server frees the request then.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+CONNECT_S = 10.0
+"""How long a server may take to accept a connection. Answers may take any time; ctrl-C ends them."""
+
+
+class ServerError(Exception):
+    """No server, or it refused. The message is for the user."""
+
+
+class Client:
+    """Talks to one server."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError:
+            raise ServerError(f"{url}: not a URL") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ServerError(f"{url}: not a URL such as http://127.0.0.1:8000")
+        self.url = url
+        self._parts = parts
+        self._port = port
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+
+    def get(self, path: str) -> Any:
+        """JSON of a GET, whatever the status; ServerError if nobody answers."""
+        with self._connected() as connection:
+            connection.request("GET", self._prefix + path, headers=self._headers)
+            return self._json(connection.getresponse())
+
+    def models(self) -> list[str]:
+        """Names of the models served there."""
+        answer = self.get("/v1/models")
+        if "error" in answer:
+            raise ServerError(answer["error"]["message"])
+        return [entry["id"] for entry in answer["data"]]
+
+    def chat(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Events of a streamed answer. Close the iterator to stop the answer."""
+        with self._connected() as connection:
+            data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
+            connection.request("POST", self._prefix + "/v1/chat/completions", data, self._headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                answer = self._json(response)
+                raise ServerError(answer.get("error", {}).get("message", f"HTTP {response.status}"))
+            yield from self._events(response)
+
+    def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+        for line in response:
+            if not line.startswith(b"data: "):
+                continue
+            data = line[6:].strip()
+            if data == b"[DONE]":
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise ServerError(event["error"]["message"])
+            yield event
+        raise ServerError("the answer broke off: the server went away")
+
+    @contextmanager
+    def _connected(self) -> Iterator[http.client.HTTPConnection]:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(self._parts.hostname or "", self._port, timeout=CONNECT_S)
+        try:
+            try:
+                connection.connect()
+            except OSError as e:
+                raise ServerError(
+                    f"no server answers at {self.url} ({e.strerror or e}). Start one with: drumline serve"
+                ) from None
+            connection.sock.settimeout(None)
+            yield connection
+        except (http.client.HTTPException, ConnectionError) as e:
+            raise ServerError(f"the server at {self.url} went away ({type(e).__name__})") from None
+        finally:
+            connection.close()
+
+    def _json(self, response: http.client.HTTPResponse) -> Any:
+        data = response.read()
+        try:
+            return json.loads(data)
+        except ValueError:
+            raise ServerError(f"{self.url} answers, but not as a drumline server (HTTP {response.status})") from None

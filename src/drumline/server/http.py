@@ -1,0 +1,182 @@
+"""Reading bodies, answering in full and answering as a stream, with an eye on the client all the time.
+
+A web framework does not cancel a handler whose client has left, so every answer here races three things: the work,
+the client's departure, and the end of the server. Whichever comes first ends the other two; ending the work closes
+the engine's iterators, which frees the request's KV blocks at once. A half-closed connection counts as a departure.
+
+Starlette's StreamingResponse is not used: it sends the headers before the first event exists, so that a request that
+fails before its first token could no longer get a proper status, and it knows nothing of the server's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from drumline.server.errors import ApiError, as_api_error, bad_request, decode_error, internal
+from drumline.server.service import Service
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 32 << 20
+"""A prompt of a million tokens given as ids is about 8 MB."""
+LAST_WORD_S = 0.5
+"""How long a client that does not read may delay the end of its stream."""
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+
+class ClientGoneError(Exception):
+    """The client left; nobody reads an answer."""
+
+
+async def read_json(request: Request, type: type[T]) -> tuple[T, int]:
+    """The body as a ``type``, and its size in bytes; ApiError 4xx if it is none."""
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise ApiError(
+            415, f"Content-Type must be application/json, not {content_type!r}.", code="unsupported_media_type"
+        )
+    body = await _read_body(request)
+    try:
+        return msgspec.json.decode(body, type=type), len(body)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
+        raise decode_error(e) from None
+
+
+async def _read_body(request: Request) -> bytes:
+    """The whole body, if it is not over the limit."""
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+        raise _too_large()
+    parts, size = [], 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        part = message.get("body", b"")
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise _too_large()
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _too_large() -> ApiError:
+    # The rest of the body is not read, so the connection cannot be used again.
+    return ApiError(
+        413,
+        f"The body is larger than {MAX_BODY_BYTES >> 20} MiB.",
+        code="body_too_large",
+        headers={"connection": "close"},
+    )
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """A JSON answer; ``value`` is anything that msgspec encodes."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def gone(receive: Receive) -> None:
+    """Return when the client has left. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def until_gone(service: Service, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Result of ``work``; cancelled with ClientGoneError if the client leaves, with ApiError if the server ends."""
+    task = asyncio.ensure_future(work)
+    leave = asyncio.ensure_future(gone(receive))
+    watched: set[asyncio.Future[Any]] = {task, leave, service.ended()}
+    try:
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if service.ended().done():
+            raise service.ended().result()
+        raise ClientGoneError
+    finally:
+        await _cancelled(task, leave)
+
+
+async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel, and wait until what they held is released."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events. The headers go out with the first event; an error before it has a status of its own."""
+
+    def __init__(self, service: Service, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(None, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.status_code = 200
+        self._service = service
+        self._events = events
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Stream until the events end, the client leaves or the server ends."""
+        try:
+            await until_gone(self._service, receive, self._pump(send))
+        except ClientGoneError:
+            return
+        except Exception as e:
+            error = as_api_error(e)
+            if error is None:
+                log.exception("a stream failed")
+                error = internal()
+            await self._last_word(error, scope, receive, send)
+        finally:
+            await self._events.aclose()
+
+    async def _pump(self, send: Send) -> None:
+        async for event in self._events:
+            await self._start(send)
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await self._start(send)
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def _start(self, send: Send) -> None:
+        if not self._started:
+            self._started = True
+            headers = [
+                (name, value) for name, value in self.raw_headers if name not in (b"content-type", b"content-length")
+            ]
+            headers.append((b"content-type", EVENT_STREAM.encode()))
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _last_word(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        """An error answer, or an error event and the end of the stream. No [DONE]: it did not end well."""
+        try:
+            async with asyncio.timeout(LAST_WORD_S):
+                if not self._started:
+                    await error.response()(scope, receive, send)
+                    return
+                event = b"data: " + error.body() + b"\n\n"
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            log.debug("a client did not read the end of its stream")
+
+
+def whole_number(value: float | int | None, param: str, least: int, most: int) -> int | None:
+    """An integer of a request (JSON writers of some languages send 16.0), within bounds."""
+    if value is None:
+        return None
+    if isinstance(value, float):
+        if not value.is_integer():
+            raise bad_request(f"{param} must be a whole number, not {value}.", param)
+        value = int(value)
+    if not least <= value <= most:
+        raise bad_request(f"{param} must be between {least} and {most}, not {value}.", param)
+    return value

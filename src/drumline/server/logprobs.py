@@ -1,0 +1,71 @@
+"""Log-probabilities in OpenAI's two shapes: a list of objects for chats, four parallel lists for completions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from drumline.server.schema import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from drumline.text.results import Logprob
+
+TokenBytes = Callable[[int], bytes]
+"""Bytes that a token stands for in the output text."""
+LEAST = -9999.0
+"""Stands for a probability of zero, which JSON cannot write as a logarithm."""
+
+
+def finite(value: float) -> float:
+    """``value`` as JSON can carry it."""
+    return value if math.isfinite(value) else LEAST
+
+
+def _text(raw: bytes) -> str:
+    """A part of a character becomes U+FFFD."""
+    return raw.decode(errors="replace")
+
+
+def _top(row: Mapping[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
+    """The likeliest tokens of a position, the likeliest first."""
+    ranked = sorted(row.items(), key=lambda item: item[1].rank or 0)
+    return [item for item in ranked if (item[1].rank or 0) <= num_top]
+
+
+def chat_logprobs(
+    ids: Sequence[int], rows: Sequence[Mapping[int, Logprob]], num_top: int, token_bytes: TokenBytes
+) -> ChatLogprobs:
+    """One object for each token, with its ``num_top`` likeliest rivals."""
+    content = []
+    for token, row in zip(ids, rows, strict=False):
+        if token not in row:
+            continue
+        top = []
+        for other, entry in _top(row, num_top):
+            raw = token_bytes(other)
+            top.append(TopLogprob(token=_text(raw), logprob=finite(entry.logprob), bytes=list(raw)))
+        raw = token_bytes(token)
+        content.append(
+            TokenLogprob(token=_text(raw), logprob=finite(row[token].logprob), bytes=list(raw), top_logprobs=top)
+        )
+    return ChatLogprobs(content=content)
+
+
+def completion_logprobs(
+    ids: Sequence[int], rows: Sequence[Mapping[int, Logprob]], num_top: int, token_bytes: TokenBytes, offset: int
+) -> CompletionLogprobs:
+    """Four lists, an entry for each token. ``offset``: characters of the output before the first of these tokens."""
+    lists = CompletionLogprobs(top_logprobs=[] if num_top else None)
+    for token, row in zip(ids, rows, strict=False):
+        if token not in row:
+            continue
+        text, logprob = _text(token_bytes(token)), finite(row[token].logprob)
+        lists.tokens.append(text)
+        lists.token_logprobs.append(logprob)
+        lists.text_offset.append(offset)
+        offset += len(text)
+        if lists.top_logprobs is not None:
+            top = {text: logprob}
+            for other, entry in _top(row, num_top):
+                # Different tokens may have the same text (pieces of a character); the likeliest keeps it.
+                top.setdefault(_text(token_bytes(other)), finite(entry.logprob))
+            lists.top_logprobs.append(top)
+    return lists

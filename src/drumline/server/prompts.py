@@ -1,0 +1,217 @@
+"""Bodies of requests to engine requests: which parameters, which prompts, and everything a client can get wrong.
+
+What the text room checks (values of sampling parameters, lengths, token ids, templates) is not checked here again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from drumline.config import EngineConfig
+from drumline.engine.protocol import EngineInfo
+from drumline.errors import RequestError
+from drumline.plan.sampling import SamplingParams
+from drumline.server.errors import ApiError, bad_request
+from drumline.server.http import whole_number
+from drumline.server.schema import REFUSED, ChatRequest, CompletionRequest, SamplingFields
+from drumline.text.requests import MAX_LOGPROBS, PreparedRequest, RequestBuilder
+from drumline.text.tokenizer import Tokenizer, read_eos_token_ids, read_sampling_defaults
+
+T = TypeVar("T")
+
+MAX_N = 128
+"""Most outputs of one prompt: OpenAI's limit."""
+MAX_CHOICES = 4096
+"""Most outputs of one request."""
+MAX_STOPS = 64
+"""Most stop strings: each one reads every character."""
+LARGE_BODY_BYTES = 32768
+"""Bodies above this are tokenised in a thread, so that the streams of others go on meanwhile."""
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFiles:
+    """What is read from the model's folder while the engine starts."""
+
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+    defaults: dict[str, Any]
+
+    @classmethod
+    def read(cls, config: EngineConfig) -> TextFiles:
+        """Read it. ConfigError if there is no tokenizer that can be used."""
+        model = config.model
+        tokenizer = None
+        if not model.skip_tokenizer_init:
+            tokenizer = Tokenizer.from_folder(model.tokenizer or model.path, model.chat_template)
+        eos = read_eos_token_ids(model.path) or (tokenizer.eos_token_ids if tokenizer is not None else ())
+        if tokenizer is not None:
+            eos = tuple(dict.fromkeys([*tokenizer.eos_token_ids, *eos]))
+        return cls(tokenizer=tokenizer, eos_token_ids=eos, defaults=read_sampling_defaults(model.path))
+
+
+class TextRoom:
+    """Tokenizer, limits and defaults of the served model."""
+
+    def __init__(self, files: TextFiles, info: EngineInfo, *, seed: int = 0) -> None:
+        """``seed`` other than 0: requests without a seed repeat themselves from one run of the server to the next."""
+        self.tokenizer = files.tokenizer
+        self._defaults = files.defaults
+        self._builder = RequestBuilder(
+            files.tokenizer,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=files.eos_token_ids,
+            sampling_defaults=files.defaults,
+            seed=seed or None,
+        )
+
+    @property
+    def can_chat(self) -> bool:
+        """The model has a chat template."""
+        return self.tokenizer is not None and self.tokenizer.has_chat_template
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token stands for in the output."""
+        return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token)
+
+    def chat(self, body: ChatRequest, request_id: str) -> tuple[list[PreparedRequest], int | None]:
+        """Engine requests of a chat, and how many likeliest tokens to report (None: no log-probabilities)."""
+        _refuse(body)
+        num_top = _chat_top(body)
+        params = self._params(body, num_top, body.max_completion_tokens, "max_completion_tokens")
+        if self.tokenizer is None:
+            raise bad_request("Chats need a tokenizer; this server runs without one. Use /v1/completions.", "messages")
+        extra = body.chat_template_kwargs or {}
+        for name in RESERVED:
+            if name in extra:
+                raise bad_request(f"chat_template_kwargs cannot have {name}.", "chat_template_kwargs")
+        try:
+            text = self.tokenizer.render_chat(
+                body.messages, add_generation_prompt=body.add_generation_prompt is not False, **extra
+            )
+            # The template writes special tokens itself.
+            return [self._prepare(body, params, request_id, text, add_special_tokens=False)], num_top
+        except RequestError as e:
+            if e.param == "prompt":
+                e.param = "messages"
+            raise
+
+    def completion(self, body: CompletionRequest, request_id: str) -> tuple[list[PreparedRequest], int | None]:
+        """Engine requests of a completion, and how many likeliest tokens to report (None: none)."""
+        _refuse(body)
+        num_top = whole_number(body.logprobs, "logprobs", 0, MAX_LOGPROBS)
+        params = self._params(body, num_top)
+        prompts = split_prompt(body.prompt)
+        if len(prompts) * params.n > MAX_CHOICES:
+            raise bad_request(f"prompts x n must be at most {MAX_CHOICES}, not {len(prompts) * params.n}.", "prompt")
+        special = body.add_special_tokens is not False
+        return [
+            self._prepare(body, params, f"{request_id}-{place}", prompt, add_special_tokens=special)
+            for place, prompt in enumerate(prompts)
+        ], num_top
+
+    def _prepare(
+        self,
+        body: SamplingFields,
+        params: SamplingParams,
+        request_id: str,
+        prompt: str | list[int],
+        *,
+        add_special_tokens: bool,
+    ) -> PreparedRequest:
+        limited = body.max_tokens is not None or getattr(body, "max_completion_tokens", None) is not None
+        return self._builder.prepare(
+            request_id,
+            prompt,
+            params,
+            add_special_tokens=add_special_tokens,
+            strict_max_tokens=limited,
+            priority=whole_number(body.priority, "priority", -INT32, INT32) or 0,
+            cache_salt=body.cache_salt or "",
+        )
+
+    def _params(
+        self,
+        body: SamplingFields,
+        num_top: int | None,
+        max_tokens: float | int | None = None,
+        max_tokens_name: str = "max_tokens",
+    ) -> SamplingParams:
+        if max_tokens is None:
+            max_tokens, max_tokens_name = body.max_tokens, "max_tokens"
+        if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
+            raise bad_request(f"stop can have at most {MAX_STOPS} texts.", "stop")
+        limit = whole_number(max_tokens, max_tokens_name, 1, INT32)
+        params = self._builder.default_params(
+            n=whole_number(body.n, "n", 1, MAX_N),
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=whole_number(body.top_k, "top_k", -1, INT32),
+            seed=whole_number(body.seed, "seed", -INT64 - 1, INT64),
+            max_tokens=limit,
+            # [] would mean "no stop strings" as well, but "" is an error that the text room names.
+            stop=body.stop,
+            stop_token_ids=body.stop_token_ids,
+            ignore_eos=body.ignore_eos,
+            include_stop_str_in_output=body.include_stop_str_in_output,
+            skip_special_tokens=body.skip_special_tokens,
+            logprobs=num_top,
+        )
+        if limit is None:
+            # Not the 16 of SamplingParams: what the model's own configuration says, else as many as fit.
+            params.max_tokens = self._defaults.get("max_tokens")
+        return params
+
+
+def split_prompt(prompt: Any) -> list[str | list[int]]:
+    """Prompts of a completion: one text, one list of token ids, or a list of either."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise bad_request("prompt must be a text, token ids, or a list of either.", "prompt")
+    if not prompt:
+        raise bad_request("prompt is empty.", "prompt")
+    if len(prompt) <= MAX_CHOICES and all(isinstance(item, str | list) for item in prompt):
+        return prompt
+    if any(isinstance(item, str | list) for item in prompt):
+        many = len(prompt) > MAX_CHOICES
+        reason = f"can have at most {MAX_CHOICES} prompts" if many else "mixes prompts and token ids"
+        raise bad_request(f"prompt {reason}.", "prompt")
+    return [prompt]
+
+
+def _chat_top(body: ChatRequest) -> int | None:
+    top = whole_number(body.top_logprobs, "top_logprobs", 0, MAX_LOGPROBS)
+    if not body.logprobs:
+        if top:
+            raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
+        return None
+    return top or 0
+
+
+def _refuse(body: SamplingFields) -> None:
+    """400 for a parameter that is known, asks for something, and is not built."""
+    for name in body.__struct_fields__:
+        harmless = REFUSED.get(name)
+        if harmless is None:
+            continue
+        value = getattr(body, name)
+        # 1 == True and 0 == False in Python; here either says "nothing".
+        if value is None or value in harmless:
+            continue
+        shown = msgspec.json.encode(value)[:60].decode(errors="replace")
+        hint = f" Leave it out or at {msgspec.json.encode(harmless[0]).decode()}." if harmless else " Leave it out."
+        raise ApiError(400, f"{name} = {shown} is not supported.{hint}", param=name, code="unsupported_parameter")
+
+
+async def in_thread_if_large(size: int, work: Callable[[], T]) -> T:
+    """Result of ``work``; for a body of many bytes from a thread."""
+    return work() if size < LARGE_BODY_BYTES else await asyncio.to_thread(work)

@@ -1,0 +1,313 @@
+"""``drumline serve`` from its first to its last moment.
+
+::
+
+    1  bind the port (a used one is a usage error), note signals
+    2  HTTP answers: /livez, /startupz; everything else 503
+    3  resolve the model to a folder (the embedded one is converted once, in a process of its own)
+    4  start the engine; read the tokenizer meanwhile
+    5  ready: tables, listeners, URL, curl line
+    6  the end: a signal, or the engine's death, or a failed start
+    7  requests in flight get an error and end, the engine's processes are ended, the port is closed
+    8  the last word on the console, if something broke, and the exit code
+
+Signal handlers only note. The first signal starts 6; the second one ends everything at once. Nothing here runs
+periodically once the server is ready: an idle API server sleeps in epoll.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import psutil
+import uvloop
+
+from drumline.config import EngineConfig, ServerConfig
+from drumline.engine.protocol import AsyncEngine, EngineInfo
+from drumline.errors import ConfigError, DrumlineError, ExitCode, FailedError, FailureReport
+from drumline.platforms import device_table
+from drumline.processes.logs import DATE_FORMAT, LOG_FORMAT
+from drumline.processes.titles import api_server_name, set_title
+from drumline.server import console
+from drumline.server.app import create_app
+from drumline.server.errors import ApiError, unavailable
+from drumline.server.service import Service
+from drumline.server.sockets import bind, is_loopback, listeners, url
+from drumline.server.uvicorn_server import HttpServer
+
+log = logging.getLogger(__name__)
+
+PROGRESS_S = 0.2
+LAST_ANSWERS_S = 1.0
+"""How long requests in flight have to tell their clients that it is over."""
+LADDER_SLACK_S = 3.0
+
+
+def serve(config: EngineConfig, server: ServerConfig) -> int:
+    """Serve until a signal or a failure; the exit code. ConfigError if it cannot even begin."""
+    config = config.checked(device_table(config.platform))
+    signals = EarlySignals()
+    sockets = bind(server.host, server.port)
+    try:
+        set_title(api_server_name())
+        _configure_logging(config.process.log_level)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(Command(config, server, sockets, signals).run())
+    finally:
+        for sock in sockets:
+            sock.close()
+        signals.restore()
+
+
+def _configure_logging(level: str) -> None:
+    """Our lines and everybody's warnings, on stderr with the prefix that all processes use."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"({api_server_name()} pid=%(process)d) {LOG_FORMAT}", DATE_FORMAT))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("drumline").setLevel(level.upper())
+
+
+class EarlySignals:
+    """Notes SIGINT, SIGTERM and SIGHUP from the first moment, until the event loop takes over."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        wanted = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+            wanted.append(signal.SIGHUP)
+        self.numbers = wanted
+        self._before = {number: signal.signal(number, lambda got, _: self.seen.append(got)) for number in wanted}
+
+    def restore(self) -> None:
+        """Put back what was there."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Why the command ends."""
+
+    code: ExitCode
+    failure: FailureReport | None = None
+    message: str = ""
+    """For errors without a report: what to print."""
+
+
+class Command:
+    """One run of ``drumline serve``."""
+
+    def __init__(
+        self, config: EngineConfig, server: ServerConfig, sockets: Sequence[socket.socket], signals: EarlySignals
+    ) -> None:
+        self._config = config
+        self._server = server
+        self._sockets = sockets
+        self._early = signals
+        names = config.model.served_model_name or (config.model.model or default_name(),)
+        self.service = Service(names, root=config.model.model or names[0], api_keys=server.api_key)
+        self._engine: AsyncEngine | None = None
+
+    async def run(self) -> int:
+        """Steps 2 to 8; the exit code."""
+        self._take_signals()
+        http = HttpServer(create_app(self.service))
+        serving = asyncio.create_task(http.run_on(self._sockets))
+        console.say(f"drumline listens on {url(self._sockets[0])} (not ready yet; /startupz tells the phase)")
+        if not self._server.api_key and not all(is_loopback(sock.getsockname()[0]) for sock in self._sockets):
+            console.say("Everybody who reaches this port may use the model: there is no --api-key.")
+        try:
+            outcome = await self._until_the_end()
+        except Exception:  # noqa: BLE001 - a fault of ours; the engine must be ended all the same
+            outcome = Outcome(code=ExitCode.INTERNAL, message=traceback.format_exc())
+        await self._end(outcome, http)
+        http.stop()
+        await serving
+        return self._last_word(outcome)
+
+    # ------------------------------------------------------------------------------------------------------ signals
+
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._signal: asyncio.Future[int] = loop.create_future()
+        for number in self._early.numbers:
+            loop.add_signal_handler(number, self._on_signal, number)
+        for seen in self._early.seen:
+            self._on_signal(seen)
+
+    def _on_signal(self, number: int) -> None:
+        if self._signal.done():
+            kill_everything()
+        self._signal.set_result(number)
+        console.say(f"{signal.Signals(number).name}: ending (once more: at once)")
+
+    # -------------------------------------------------------------------------------------------------------- start
+
+    async def _until_the_end(self) -> Outcome:
+        start = asyncio.create_task(self._start())
+        try:
+            await first(start, self._signal)
+            if not start.done():
+                return self._signalled()
+            engine = start.result()
+        except ConfigError as e:
+            return Outcome(code=ExitCode.USAGE, message=f"drumline serve: error: {e}")
+        except FailedError as e:
+            return Outcome(code=ExitCode.START_FAILED, failure=e.report)
+        except DrumlineError as e:
+            return Outcome(code=ExitCode.START_FAILED, message=f"drumline serve: error: {e}")
+        finally:
+            start.cancel()
+            await asyncio.wait({start})
+        dead = asyncio.create_task(engine.wait_dead())
+        try:
+            await first(dead, self._signal)
+            if dead.done():
+                return Outcome(code=exit_code(dead.result()), failure=dead.result())
+            return self._signalled()
+        finally:
+            dead.cancel()
+            await asyncio.wait({dead})
+
+    def _signalled(self) -> Outcome:
+        return Outcome(code=ExitCode.INTERRUPTED if self._signal.result() == signal.SIGINT else ExitCode.OK)
+
+    async def _start(self) -> AsyncEngine:
+        """Steps 3 to 5."""
+        from drumline.server.models import resolve
+
+        self.service.set_phase("resolving the model")
+        config = await resolve(self._config, self.service.set_phase)
+        self.service.set_phase("starting the engine")
+        # Late, so that the first answers of /startupz do not wait for ZMQ and numpy.
+        from drumline.engine.client import AsyncEngineClient
+
+        self._engine = self.service.engine = AsyncEngineClient(config)
+        from drumline.server.prompts import TextFiles, TextRoom
+
+        reading = asyncio.create_task(asyncio.to_thread(TextFiles.read, config))
+        showing = asyncio.create_task(self._show_progress())
+        try:
+            info = await self._engine.start()
+            files = await reading
+        finally:
+            for task in (showing, reading):
+                task.cancel()
+            await asyncio.wait({showing, reading})
+        self.service.ready(self._engine, TextRoom(files, info, seed=config.model.seed))
+        await self._announce(info)
+        gc.collect()
+        gc.freeze()
+        return self._engine
+
+    async def _show_progress(self) -> None:
+        progress = console.Progress()
+        while True:
+            # Also lets /startupz know when a phase began.
+            self.service.startup_state()
+            progress.show(self.service.processes())
+            await asyncio.sleep(PROGRESS_S)
+
+    async def _announce(self, info: EngineInfo) -> None:
+        processes = self.service.processes()
+        memory, found = await asyncio.to_thread(
+            lambda: (proportional_memory(row.pid for row in processes), listeners([(p.name, p.pid) for p in processes]))
+        )
+        console.tables(processes, memory, found, info)
+        text = self.service.text
+        chat = text is not None and text.can_chat
+        address = url(self._sockets[0])
+        console.invitation(address, self.service.names[0], chat=chat, key=bool(self._server.api_key))
+
+    # ---------------------------------------------------------------------------------------------------------- end
+
+    async def _end(self, outcome: Outcome, http: HttpServer) -> None:
+        """Step 7."""
+        self.service.stop(self._farewell(outcome), failed=self._summary(outcome))
+        running = {task for task in http.server_state.tasks if not task.done()}
+        if running:
+            await asyncio.wait(running, timeout=LAST_ANSWERS_S)
+        if self._engine is None:
+            return
+        limit = 2 * self._config.process.shutdown_timeout_s + LADDER_SLACK_S
+        try:
+            async with asyncio.timeout(limit):
+                await self._engine.shutdown()
+        except Exception:
+            log.exception("the engine could not be ended in %.0f s; its processes are killed", limit)
+            kill_children()
+
+    def _farewell(self, outcome: Outcome) -> ApiError:
+        if outcome.failure is not None:
+            return unavailable(f"The engine died: {outcome.failure.headline()}")
+        return unavailable("The server is shutting down.", retry_after=5)
+
+    def _summary(self, outcome: Outcome) -> str:
+        if outcome.failure is not None:
+            return outcome.failure.headline()
+        return outcome.message.strip().rpartition("\n")[2]
+
+    def _last_word(self, outcome: Outcome) -> int:
+        if outcome.failure is not None:
+            console.report(outcome.failure)
+        elif outcome.message:
+            console.say(outcome.message)
+        return outcome.code
+
+
+async def first(*futures: asyncio.Future[Any]) -> None:
+    """Wait until one of them is done."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+def default_name() -> str:
+    """Name of the embedded model."""
+    from drumline.server.models import DEFAULT_NAME
+
+    return DEFAULT_NAME
+
+
+def exit_code(failure: FailureReport) -> ExitCode:
+    """Exit code for a failure after the start."""
+    if failure.what == "hang":
+        return ExitCode.STALLED
+    if failure.what == "node lost":
+        return ExitCode.NODE_LOST
+    if failure.what == "exception" and failure.role.startswith("EngineCore"):
+        return ExitCode.INTERNAL
+    return ExitCode.WORKER_DIED
+
+
+def proportional_memory(pids: Iterable[int]) -> dict[int, int]:
+    """Proportional set size in bytes by pid; processes that cannot be looked at are left out."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(psutil.Error, OSError):
+            found[pid] = int(psutil.Process(pid).memory_full_info().pss)
+    return found
+
+
+def kill_children() -> None:
+    """SIGKILL to everything below this process."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+
+
+def kill_everything() -> NoReturn:
+    """The second signal: no ladder, no last words."""
+    kill_children()
+    os._exit(ExitCode.INTERRUPTED)

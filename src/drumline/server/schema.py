@@ -1,0 +1,309 @@
+"""What clients send and get: OpenAI's shapes with vLLM's extra parameters, as msgspec structs.
+
+Unknown fields are ignored, as other servers of this API do. Fields that are known but not built are listed in
+``REFUSED`` with the values that ask for nothing; any other value is a 400 that names the field, since to ignore it
+would give a wrong answer. ``null`` means "not given" everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+Number = int | float | None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """``stream_options``."""
+
+    include_usage: bool | None = None
+    """A last chunk with the usage."""
+    continuous_usage_stats: bool | None = None
+    """Usage in each chunk."""
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Parameters that both routes share."""
+
+    model: str | None = None
+    """One of ``/v1/models``; left out: the model that is served."""
+    temperature: Number = None
+    top_p: Number = None
+    top_k: Number = None
+    n: Number = None
+    seed: Number = None
+    stop: str | list[str] | None = None
+    max_tokens: Number = None
+    """Left out: as many as fit."""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    # vLLM's
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Number = None
+    cache_salt: str | None = None
+    # Known, not built: see REFUSED. Any type, since only whether it asks for something matters.
+    min_p: Any = None
+    min_tokens: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+    bad_words: Any = None
+    prompt_logprobs: Any = None
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    use_beam_search: Any = None
+    allowed_token_ids: Any = None
+    truncate_prompt_tokens: Any = None
+    kv_transfer_params: Any = None
+
+
+class ChatRequest(SamplingFields, kw_only=True):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]]
+    """``{"role": ..., "content": text or a list of text parts}``."""
+    max_completion_tokens: Number = None
+    """The newer name of ``max_tokens``; it wins."""
+    logprobs: bool | None = None
+    top_logprobs: Number = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Handed to the chat template."""
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    chat_template: Any = None
+    continue_final_message: Any = None
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: Any
+    """Text, token ids, or a list of either."""
+    logprobs: Number = None
+    """How many of the most likely tokens to report at each position."""
+    add_special_tokens: bool | None = None
+    echo: Any = None
+    suffix: Any = None
+    best_of: Any = None
+    prompt_embeds: Any = None
+
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "use_beam_search": (False,),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "kv_transfer_params": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "prompt_embeds": (),
+}
+"""Field: values that ask for nothing (None always does)."""
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    """Part of the usage."""
+
+    cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Token counts of one request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct, kw_only=True):
+    """One of the likeliest tokens at a position (chat)."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(msgspec.Struct, kw_only=True):
+    """The chosen token at a position (chat)."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    """``logprobs`` of a chat choice."""
+
+    content: list[TokenLogprob]
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """``logprobs`` of a completion choice: four lists of the same length."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float] = []
+    top_logprobs: list[dict[str, float]] | None = None
+    text_offset: list[int] = []
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """The assistant's message."""
+
+    role: str = "assistant"
+    content: str | None
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One answer of a chat."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """Answer of ``/v1/chat/completions``."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int = msgspec.field(default_factory=lambda: int(time.time()))
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    """What is new in a chat chunk."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    """One answer in a chat chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """One event of a chat stream."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One output of a completion, whole or a piece of a stream."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """Answer of ``/v1/completions``, and one event of its stream."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class Model(msgspec.Struct, kw_only=True):
+    """One entry of ``/v1/models``."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "drumline"
+    root: str = ""
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """Answer of ``/v1/models``."""
+
+    object: str = "list"
+    data: list[Model]
+
+
+class ProcessPhase(msgspec.Struct, kw_only=True):
+    """One process in ``/startupz``."""
+
+    name: str
+    pid: int
+    rank: int | None
+    phase: str
+    seconds: float
+    """In this phase, as far as was seen."""
+
+
+class StartupState(msgspec.Struct, kw_only=True):
+    """Answer of ``/startupz``: status 200 once the server could answer requests, 503 before that and when it ended."""
+
+    status: str
+    """``starting``, ``ready``, ``failed``, ``stopping``."""
+    phase: str
+    """What the command itself is doing."""
+    seconds: float
+    """Since the command."""
+    processes: list[ProcessPhase]
+    message: str = ""

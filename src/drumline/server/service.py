@@ -1,0 +1,128 @@
+"""State that all routes share: which phase the server is in, the engine, the text room, and who is being served.
+
+The HTTP port answers from the first moment, long before there is an engine: ``engine`` and ``text`` are None until
+then and routes that need them say 503. States only go up: starting, ready, stopping or failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from drumline.engine.protocol import AsyncEngine, EngineInfo, ProcessState
+from drumline.server.errors import ApiError, unavailable
+from drumline.server.metrics import Metrics
+from drumline.server.schema import ProcessPhase, StartupState
+
+if TYPE_CHECKING:
+    from drumline.server.prompts import TextRoom
+
+
+class Service:
+    """One server. Everything here happens on one event loop."""
+
+    def __init__(self, names: Sequence[str], *, root: str = "", api_keys: Sequence[str] = ()) -> None:
+        self.names = list(names)
+        """Names of the served model; the first is the one that answers carry."""
+        self.root = root
+        self.api_keys = tuple(api_keys)
+        self.engine: AsyncEngine | None = None
+        self.text: TextRoom | None = None
+        self.created = int(time.time())
+        self.metrics = Metrics(self)
+        self.phase = "starting"
+        self.message = ""
+        self._status = "starting"
+        self._ended: asyncio.Future[ApiError] | None = None
+        self._began = time.monotonic() - _age_of_process()
+        self._seen: dict[str, tuple[str, float]] = {}
+
+    @property
+    def status(self) -> str:
+        """``starting``, ``ready``, ``failed`` or ``stopping``. An engine that died makes ``ready`` ``failed``."""
+        if self._status == "ready" and self.engine is not None and self.engine.failure is not None:
+            return "failed"
+        return self._status
+
+    @property
+    def info(self) -> EngineInfo:
+        """The ready engine's. ApiError 503 before that."""
+        self.require_ready()
+        assert self.engine is not None
+        assert self.engine.info is not None
+        return self.engine.info
+
+    def ready(self, engine: AsyncEngine, text: TextRoom) -> None:
+        """From now on requests are served."""
+        self.engine, self.text = engine, text
+        self.phase = self._status = "ready"
+
+    def require_ready(self) -> tuple[AsyncEngine, TextRoom]:
+        """Engine and text room, or ApiError 503 that says why not."""
+        status = self.status
+        if status == "starting":
+            raise unavailable(f"The model is not ready yet ({self.phase}); see /startupz.", retry_after=1)
+        if status == "stopping":
+            raise unavailable("The server is shutting down.", retry_after=5)
+        if status == "failed" or self.engine is None or self.text is None:
+            raise unavailable(self.failure() or "The server failed.")
+        return self.engine, self.text
+
+    def failure(self) -> str:
+        """One line on what broke; empty if nothing did."""
+        if self.engine is not None and self.engine.failure is not None:
+            return f"The engine died: {self.engine.failure.headline()}"
+        return self.message
+
+    def ended(self) -> asyncio.Future[ApiError]:
+        """Completes when every request in flight has to end, with what to tell its client."""
+        if self._ended is None:
+            self._ended = asyncio.get_running_loop().create_future()
+        return self._ended
+
+    def stop(self, error: ApiError | None = None, *, failed: str = "") -> None:
+        """Serve nobody any more: new requests get 503, those in flight end with ``error``."""
+        self._status = "failed" if failed else "stopping"
+        self.phase = self._status
+        self.message = failed
+        if not self.ended().done():
+            self.ended().set_result(error or unavailable(failed or "The server is shutting down."))
+
+    def set_phase(self, phase: str) -> None:
+        """What the command itself is doing, for ``/startupz``."""
+        self.phase = phase
+
+    def processes(self) -> Sequence[ProcessState]:
+        """All processes of the server; before there is an engine this one alone."""
+        if self.engine is None:
+            return [ProcessState(name="APIServer_0", pid=os.getpid(), phase=self.phase)]
+        return self.engine.processes()
+
+    def startup_state(self) -> StartupState:
+        """Answer of ``/startupz``."""
+        now = time.monotonic()
+        rows = []
+        for process in self.processes():
+            name, phase = process.name, process.phase
+            # A rank's load percentage is progress inside one phase.
+            if self._seen.get(name, ("", 0.0))[0] != phase.partition(" ")[0]:
+                self._seen[name] = (phase.partition(" ")[0], now if self._seen else self._began)
+            since = self._seen[name][1]
+            seconds = round(now - since, 1)
+            rows.append(ProcessPhase(name=name, pid=process.pid, rank=process.rank, phase=phase, seconds=seconds))
+        seconds = round(now - self._began, 1)
+        message = self.failure()
+        return StartupState(status=self.status, phase=self.phase, seconds=seconds, processes=rows, message=message)
+
+
+def _age_of_process() -> float:
+    """Seconds since this process was started by its parent."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            started = int(file.read().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    except (OSError, ValueError, IndexError):
+        return 0.0
