@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,9 +208,10 @@ def test_a_dead_reader_ends_the_wait_for_room() -> None:
 
         thread = threading.Timer(0.05, supervise)
         thread.start()
+        for _ in range(2):
+            writer.enqueue([b"x"], p.waiter, soon(), alive)
         with pytest.raises(ChildProcessError, match="SIGKILL"):
-            for _ in range(5):
-                writer.enqueue([b"x"], p.waiter, soon(), alive)
+            writer.enqueue([b"x"], p.waiter, soon(), alive)
         thread.join()
 
 
@@ -266,12 +270,43 @@ def test_reading_does_not_wake_a_writer_that_has_room() -> None:
         assert p.waiter._bell.value() == before
 
 
+PROGRAM = """
+import sys
+from drumline.transport import BroadcastQueue, Doorbell, Waiter
+bell_fd, my_fd, down_fd, up_fd = map(int, sys.argv[1:])
+me, bell = Waiter.attach(my_fd), Doorbell.attach(bell_fd, 1)
+reader, writer = BroadcastQueue.attach(down_fd).reader(0, bell), BroadcastQueue.attach(up_fd).writer([bell])
+for _ in range(50):
+    with me.wait(reader.poll) as message:
+        data = bytes(message.data)
+    writer.enqueue([data[::-1]], me)
+heavy = {"torch", "numpy", "transformers", "zmq"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else me.lost_wakes)
+"""
+
+
+def test_an_executed_process_attaches_and_imports_nothing_heavy() -> None:
+    with pair(1, 64, 4) as p:
+        fds = (p.waiter.fd, p.worker_waiters[0].fd, p.down.fd, p.up[0].fd)
+        program = subprocess.Popen([sys.executable, "-c", PROGRAM, *map(str, fds)], pass_fds=fds)
+        try:
+            writer, (reader,) = p.owner_ends()
+            for number in range(50):
+                writer.enqueue([b"number", bytes([number])], p.waiter, soon())
+                message = p.waiter.wait(reader.poll, soon())
+                assert message is not None
+                with message:
+                    assert bytes(message.data) == bytes([number]) + b"rebmun"
+            assert program.wait(20) == 0
+        finally:
+            program.kill()
+            program.wait()
+
+
 def test_nothing_has_a_name() -> None:
     def idle(p: Pair, i: int) -> None:
         me, _, _ = p.worker_ends(i)
         me.wait(lambda: None)
-
-    from pathlib import Path
 
     before = sorted(Path("/dev/shm").iterdir())
     with pair(2, 4096, 8) as p, children() as start:

@@ -29,8 +29,13 @@ def context() -> Iterator[zmq.Context[Any]]:
     made.destroy(0)
 
 
-def folders() -> list[Path]:
-    return [path for base in module._bases() for path in base.glob(f"{module._prefix()}*")]
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A base folder that no other program on this machine uses; /tmp may have folders of theirs, live and stale."""
+    base = Path(tempfile.mkdtemp())
+    monkeypatch.setattr(module, "_bases", lambda: [base])
+    yield base
+    base.rmdir()  # fails if something is left in it
 
 
 def soon() -> float:
@@ -54,10 +59,17 @@ def test_names_that_are_no_names(name: str) -> None:
 
 
 def test_a_failed_start_removes_it() -> None:
-    with pytest.raises(RuntimeError, match="start failed"), SocketDir.create() as sockets:
-        (sockets.path / "core").touch()
-        raise RuntimeError("start failed")
-    assert not sockets.path.exists()
+    made: list[SocketDir] = []
+
+    def start() -> None:
+        with SocketDir.create() as sockets:
+            made.append(sockets)
+            (sockets.path / "core").touch()
+            raise RuntimeError("start failed")
+
+    with pytest.raises(RuntimeError, match="start failed"):
+        start()
+    assert not made[0].path.exists()
 
 
 def test_a_long_tmpdir_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -96,10 +108,7 @@ def test_asyncio_sockets_can_be_counted_too() -> None:
             assert server.getsockopt(zmq.SNDHWM) == 0
             peers = Peers(server)
             client = connect(context, zmq.DEALER, sockets.address("core"))
-            until = soon()
-            while peers.poll() < 1 and time.monotonic() < until:
-                await asyncio.sleep(0.01)
-            peers.close()
+            await asyncio.to_thread(peers.wait, 1, soon())
         await client.send(b"hello")
         assert (await server.recv_multipart())[1] == b"hello"
         client.close()
@@ -144,7 +153,7 @@ def test_a_failed_bind_or_option_closes_the_socket(context: zmq.Context[Any]) ->
     context.term()  # would hang with an open socket
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
+def test_what_a_killed_process_left_is_removed_by_the_next(alone: Path) -> None:
     read_end, write_end = os.pipe()
 
     def maker() -> None:
@@ -160,32 +169,26 @@ def test_what_a_killed_process_left_is_removed_by_the_next() -> None:
             assert path.exists()  # its maker lives
         child.kill()
         with SocketDir.create() as mine:
-            assert not path.exists()
-            assert mine.path.exists()
+            assert list(alone.iterdir()) == [mine.path]
+            assert path != mine.path
             assert remove_stale() == []
             assert mine.path.exists()
     os.close(read_end)
     os.close(write_end)
 
 
-def test_foreign_folders_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = Path(tempfile.mkdtemp())
-    monkeypatch.setattr(module, "_bases", lambda: [short])
-    open_to_all, link = short / f"{module._prefix()}a", short / f"{module._prefix()}b"
+def test_foreign_folders_are_left_alone(tmp_path: Path, alone: Path) -> None:
+    open_to_all, link = alone / f"{module._prefix()}a", alone / f"{module._prefix()}b"
     open_to_all.mkdir()
     open_to_all.chmod(0o755)
     link.symlink_to(tmp_path)
-    try:
-        assert remove_stale() == []
-        assert open_to_all.exists()
-        assert tmp_path.exists()
-    finally:
-        link.unlink()
-        open_to_all.rmdir()
-        short.rmdir()
+    assert remove_stale() == []
+    assert tmp_path.exists()
+    link.unlink()
+    open_to_all.rmdir()
 
 
-def test_many_at_once_never_take_each_others() -> None:
+def test_many_at_once_never_take_each_others(alone: Path) -> None:
     def maker() -> None:
         for _ in range(40):
             with SocketDir.create() as sockets:
@@ -194,4 +197,4 @@ def test_many_at_once_never_take_each_others() -> None:
 
     with children() as start:
         assert [child.join() for child in [start(maker) for _ in range(3)]] == [0, 0, 0]
-    assert folders() == []
+    assert list(alone.iterdir()) == []

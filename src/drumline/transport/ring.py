@@ -49,6 +49,8 @@ _START = _MASK - 200
 _GEOMETRY = struct.Struct("=6I")
 _HEAD = struct.Struct("=IIQ")
 _TAIL = struct.Struct("=I")
+HEAD_BYTES = _HEAD.size
+"""Bytes of a slot that the message's head takes."""
 _WRITTEN = _WORDS
 _WANTED = _WORDS + 1
 
@@ -143,6 +145,7 @@ class RingWriter:
         self._written = self._words[_WRITTEN]
         if self._written != _start_of(buf):
             raise TransportError("this ring has had a writer before")
+        self._slot_bytes, self._slots, self._data_bytes = layout.slot_bytes, layout.slots, layout.data_bytes
         self._place = 0
         self._free = layout.slots
         self._readers = range(2 * _WORDS, (2 + layout.n_readers) * _WORDS, _WORDS)
@@ -155,23 +158,22 @@ class RingWriter:
         length = 0
         for part in parts:
             length += part.nbytes if type(part) is memoryview else len(part)
-        layout = self.layout
-        slot_bytes = layout.slot_bytes
-        count = 1 if length + 16 <= slot_bytes else layout.slots_of(length)
+        slot_bytes = self._slot_bytes
+        count = 1 if length + HEAD_BYTES <= slot_bytes else self.layout.slots_of(length)
         if count > self._free and not self._make_room(count, length):
             return False
         at = self._place * slot_bytes
         written = self._written
         _HEAD.pack_into(self._data, at, written, kind, length)
-        if at + count * slot_bytes <= layout.data_bytes:
-            self._copy(at + 16, parts)
+        if at + count * slot_bytes <= self._data_bytes:
+            self._copy(at + HEAD_BYTES, parts)
             if count > 1:
-                _TAIL.pack_into(self._data, at + 16 + length, written)
+                _TAIL.pack_into(self._data, at + HEAD_BYTES + length, written)
         else:
-            self._copy_wrapped(at + 16, [*parts, _TAIL.pack(written)])
+            self._copy_wrapped(at + HEAD_BYTES, [*parts, _TAIL.pack(written)])
         self._free -= count
         place = self._place + count
-        self._place = place if place < layout.slots else place - layout.slots
+        self._place = place if place < self._slots else place - self._slots
         self._written = written = (written + count) & _MASK
         fence()
         self._words[_WRITTEN] = written
@@ -270,6 +272,7 @@ class RingReader:
         if not 0 <= index < layout.n_readers:
             raise ValueError(f"this ring has readers 0 to {layout.n_readers - 1}, not {index}")
         self.layout = layout
+        self._slot_bytes, self._slots = layout.slot_bytes, layout.slots
         self.index = index
         self._on_wanted = on_wanted
         self._words = buf[: layout.control_bytes].cast("I")
@@ -289,13 +292,13 @@ class RingReader:
         if self._current is not None:
             raise TransportError("release a message before you take the next one")
         fence()
-        at = self._place * self.layout.slot_bytes
+        at = self._place * self._slot_bytes
         sequence, kind, length = _HEAD.unpack_from(self._data, at)
         if sequence != read:
             raise TransportError(f"ring out of step: found message {sequence} in the place of {read}")
-        end = at + 16 + length
-        if length + 16 <= self.layout.slot_bytes:
-            message = Message(self, kind, self._data[at + 16 : end], 1)
+        end = at + HEAD_BYTES + length
+        if length + HEAD_BYTES <= self._slot_bytes:
+            message = Message(self, kind, self._data[at + HEAD_BYTES : end], 1)
         else:
             message = Message(self, kind, self._take_long(at, length), self.layout.slots_of(length))
         self._current = message
@@ -324,7 +327,7 @@ class RingReader:
         count, message._count = message._count, 0
         self._current = None
         place = self._place + count
-        self._place = place if place < self.layout.slots else place - self.layout.slots
+        self._place = place if place < self._slots else place - self._slots
         self._read = read = (self._read + count) & _MASK
         words = self._words
         fence()

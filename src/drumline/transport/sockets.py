@@ -160,7 +160,10 @@ def _open(
 
 
 class Peers:
-    """Counts the peers that are connected to a bound socket (plain or asyncio). Make it before they connect."""
+    """Counts the peers that are connected to a bound socket (plain or asyncio). Make it before they connect.
+
+    On an asyncio loop: ``await asyncio.to_thread(peers.wait, ...)``, before the socket is used for anything else.
+    """
 
     def __init__(self, socket: zmq.Socket[Any]) -> None:
         address = f"inproc://peers-{id(self)}-{time.monotonic_ns()}"
