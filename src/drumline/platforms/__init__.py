@@ -7,6 +7,16 @@ subclass of :class:`Platform`, registered as an entry point of the group ``druml
 from __future__ import annotations
 
 from drumline.platforms.base import DeviceMemory, Platform
+from drumline.platforms.cpu import CpuPlatform
+from drumline.platforms.cuda import CudaPlatform
 from drumline.platforms.resolve import ENTRY_POINT_GROUP, device_table, resolve_platform
 
-__all__ = ["ENTRY_POINT_GROUP", "DeviceMemory", "Platform", "device_table", "resolve_platform"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "CpuPlatform",
+    "CudaPlatform",
+    "DeviceMemory",
+    "Platform",
+    "device_table",
+    "resolve_platform",
+]
