@@ -7,9 +7,11 @@ block that is shared, freed or reused wrongly shows up as a wrong token, or as a
 from __future__ import annotations
 
 import hashlib
+import threading
 from dataclasses import dataclass, field
 
 from drumline.plan.step import BY_VALUE, SlotStart, StepOutput, StepPlan, TokenLogprobs, ints, pack
+from drumline.worker.protocol import WorkerContext
 
 Cell = tuple[int, int]
 """Position and token."""
@@ -128,3 +130,49 @@ class SimulatedWorker:
         slot.tokens.append(token)
         slot.sampled_by = step
         return token
+
+
+class SimulatedModelWorker:
+    """The simulated worker behind the Worker protocol; tests reach the last one through ``current``."""
+
+    current: SimulatedModelWorker
+
+    def __init__(self, context: WorkerContext) -> None:
+        config = context.config
+        assert config.cache.num_gpu_blocks_override is not None
+        self.simulated = SimulatedWorker(
+            num_blocks=config.cache.num_gpu_blocks_override,
+            block_size=config.cache.block_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        )
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.fail_at = -1
+        self.deferred: dict[int, StepOutput] = {}
+        self.defers = False
+        SimulatedModelWorker.current = self
+
+    def execute_model(self, plan: StepPlan) -> StepOutput | None:
+        self.entered.set()
+        assert self.gate.wait(20)
+        if plan.step == self.fail_at:
+            raise ValueError(f"boom at step {plan.step}")
+        output = self.simulated.execute(plan)
+        if self.defers:
+            self.deferred[plan.step] = output
+            return None
+        return output
+
+    def sample_tokens(self, step: int, grammar: object) -> StepOutput:
+        return self.deferred.pop(step)
+
+    def double(self, number: int) -> int:
+        return 2 * number
+
+    def something_odd(self) -> object:
+        return object()
+
+    def complain(self) -> None:
+        raise KeyError("nothing here")

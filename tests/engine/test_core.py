@@ -1,0 +1,198 @@
+"""The core's loop over a real executor (``uni``) whose worker is the simulated one, and a channel in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from drumline.config import CacheConfig, EngineConfig, ProcessConfig, SchedulerConfig
+from drumline.engine.blocks import BlockPool
+from drumline.engine.channel import Incoming, Outgoing, Undecodable
+from drumline.engine.core import EngineCore
+from drumline.engine.protocol import Abort, EngineOutputs, RequestOutput, UtilityCall, UtilityResult
+from drumline.engine.scheduler import Limits, Scheduler
+from drumline.errors import ExecutorFailedError, RemoteCallError
+from drumline.executor.uni import UniExecutor
+from drumline.transport import Waiter
+
+from .simulated import SimulatedModelWorker
+from .test_scheduler import expected, request
+
+
+class MemoryChannel:
+    def __init__(self, waiter: Waiter) -> None:
+        self.inbox: deque[Incoming | Undecodable] = deque()
+        self.error: BaseException | None = None
+        self.outputs: dict[str, list[RequestOutput]] = {}
+        self.results: dict[int, UtilityResult] = {}
+        self._waiter = waiter
+        self._changed = threading.Condition()
+
+    def put(self, *messages: Incoming | Undecodable) -> None:
+        self.inbox.extend(messages)
+        self._waiter.ring()
+
+    def send(self, message: Outgoing) -> None:
+        with self._changed:
+            if isinstance(message, EngineOutputs):
+                for output in message.outputs:
+                    self.outputs.setdefault(output.request_id, []).append(output)
+            else:
+                self.results[message.call_id] = message
+            self._changed.notify_all()
+
+    def wait(self, enough: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(enough, 20)
+
+    def wait_ends(self, *names: str) -> None:
+        self.wait(lambda: all(name in self.outputs and self.outputs[name][-1].finish_reason for name in names))
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for output in self.outputs[name] for token in output.token_ids]
+
+
+class Rig:
+    def __init__(self, *, look_ahead: bool) -> None:
+        self.config = EngineConfig(
+            cache=CacheConfig(block_size=4, num_gpu_blocks_override=16),
+            scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, async_scheduling=look_ahead),
+            process=ProcessConfig(worker_cls=f"{SimulatedModelWorker.__module__}:SimulatedModelWorker"),
+        )
+        self.waiter = Waiter.create("test-core")
+        self.executor = UniExecutor(self.config, waiter=self.waiter)
+        self.worker = SimulatedModelWorker.current
+        limits = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=48, vocab_size=11)
+        self.scheduler = Scheduler(limits, BlockPool(16, 4))
+        self.channel = MemoryChannel(self.waiter)
+        self.core = EngineCore(self.executor, self.scheduler, self.waiter, self.channel)
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.core.run()
+        except BaseException as error:  # noqa: BLE001
+            self.error = error
+
+    def close(self) -> None:
+        self.worker.gate.set()
+        self.core.stop()
+        self.thread.join(10)
+        self.executor.shutdown()
+        self.waiter.close()
+
+
+@pytest.fixture(params=[True, False], ids=["look-ahead", "in turns"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    made = Rig(look_ahead=request.param)
+    yield made
+    made.close()
+
+
+def test_many_requests_over_few_slots_and_blocks(rig: Rig):
+    requests = [request(str(i), [i % 5, i % 3, 1] * (1 + i % 4), 3 + i, eos=(2,)) for i in range(12)]
+    rig.channel.put(*requests)
+    rig.channel.wait_ends(*(r.request_id for r in requests))
+    for r in requests:
+        assert rig.channel.tokens(r.request_id) == expected(r, 48)[0]
+    assert rig.scheduler.pool.num_free == 16
+    assert rig.core.step is None
+
+
+def test_with_look_ahead_two_steps_are_in_flight(rig: Rig):
+    rig.worker.gate.clear()
+    rig.channel.put(request("a", [1, 2, 3]))
+    assert rig.worker.entered.wait(10)
+    rig.channel.put(UtilityCall(call_id=1, method="stats"))
+    rig.channel.wait(lambda: 1 in rig.channel.results)
+    rig.channel.put(UtilityCall(call_id=2, method="stats"))
+    rig.channel.wait(lambda: 2 in rig.channel.results)
+    assert rig.channel.results[2].value.steps == (2 if rig.executor.max_concurrent_batches == 2 else 1)
+    rig.worker.gate.set()
+    rig.channel.wait_ends("a")
+
+
+def test_abort_during_a_step_frees_at_once(rig: Rig):
+    rig.worker.gate.clear()
+    rig.channel.put(request("a", [1, 2, 3], 20))
+    assert rig.worker.entered.wait(10)
+    rig.channel.put(Abort(request_ids=["a", "unknown"]), UtilityCall(call_id=1, method="stats"))
+    rig.channel.wait(lambda: 1 in rig.channel.results)
+    assert rig.channel.results[1].value.kv_blocks_used == 0
+    rig.worker.gate.set()
+    rig.channel.put(request("b", [1], 3))
+    rig.channel.wait_ends("b")
+    assert "a" not in rig.channel.outputs
+
+
+def test_sampling_on_demand(rig: Rig):
+    """Answers None: the core asks for the tokens."""
+    rig.worker.defers = True
+    rig.channel.put(r := request("a", [1, 2, 3], 5))
+    rig.channel.wait_ends("a")
+    assert rig.channel.tokens("a") == expected(r, 48)[0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (request("x", []), "empty"),
+        (request("x", [99]), "not in the vocabulary"),
+        (request("x", [1] * 50), "at most 47"),
+        (Undecodable(request_id="x", message="no such field"), "no such field"),
+    ],
+)
+def test_a_bad_request_is_refused_and_harms_nobody(rig: Rig, wrong: Any, text: str):
+    rig.channel.put(good := request("good", [1, 2], 4), wrong)
+    rig.channel.wait_ends("good", "x")
+    assert rig.channel.outputs["x"][0].finish_reason == "error"
+    assert text in rig.channel.outputs["x"][0].message
+    assert rig.channel.tokens("good") == expected(good, 48)[0]
+
+
+def test_what_breaks_while_a_message_is_handled_harms_nobody(rig: Rig):
+    broken = request("x", [1, 2], 4)
+    broken.eos_token_ids = 7  # type: ignore[assignment]
+    rig.channel.put(broken, Undecodable(request_id="", message="nobody to tell"), request("good", [1, 2], 4))
+    rig.channel.wait_ends("good", "x")
+    assert "internal error" in rig.channel.outputs["x"][0].message
+
+
+def test_calls_by_name(rig: Rig):
+    def call(number: int, method: str, *args: Any) -> UtilityResult:
+        rig.channel.put(UtilityCall(call_id=number, method=method, args=list(args)))
+        rig.channel.wait(lambda: number in rig.channel.results)
+        return rig.channel.results[number]
+
+    assert call(1, "ping").value == "pong"
+    assert call(2, "collective_rpc", "double", [4]).value == [8]
+    assert call(3, "reset_prefix_cache").error is None
+    unknown = call(4, "__init__").error
+    assert unknown is not None
+    assert "has no '__init__'" in unknown.message
+    raised = call(5, "collective_rpc", "complain").error
+    assert raised is not None
+    assert raised.type == "KeyError"
+    assert call(6, "ping", "too", "many").error is not None
+    assert call(7, "request_ids").value == []
+
+
+def test_a_failed_step_ends_the_loop_with_its_cause(rig: Rig):
+    rig.worker.fail_at = 2
+    rig.channel.put(request("a", [1, 2, 3], 8))
+    rig.thread.join(10)
+    assert isinstance(rig.error, RemoteCallError | ExecutorFailedError)
+    assert (rig.error.report.message, rig.error.report.step) == ("boom at step 2", 2)
+
+
+def test_a_broken_channel_ends_the_loop(rig: Rig):
+    rig.channel.error = OSError("no more messages")
+    rig.waiter.ring()
+    rig.thread.join(10)
+    assert rig.error is rig.channel.error
