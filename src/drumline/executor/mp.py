@@ -115,7 +115,7 @@ class MultiprocExecutor(Executor):
         layout.init(buf)
         self._progress = layout.progress_of(buf)
         self._worker_waiters += [Waiter.create(f"worker-{rank}") for rank in self._all_ranks]
-        bells = [waiter.ringer(1) for waiter in self._worker_waiters]
+        self._bells = bells = [waiter.ringer(1) for waiter in self._worker_waiters]
         self._calls = QueueWriter(RingWriter(layout.calls_of(buf)), bells)
         self._answers = [RingReader(layout.answers_of(buf, rank), 0, bells[rank].ring) for rank in self._all_ranks]
 
@@ -295,6 +295,8 @@ class MultiprocExecutor(Executor):
             self._answers = []
             self._calls.close()
             self._progress.close()
+            for bell in self._bells:
+                bell.close()
             for waiter in self._worker_waiters:
                 waiter.close()
             self._segment.close()

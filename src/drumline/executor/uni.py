@@ -59,9 +59,12 @@ class UniExecutor(Executor):
         self._thread.start()
         self._cleanup.callback(self._end_thread)
         self._started.wait()
-        if self._start_failure is not None:
-            report, error = self._start_failure
-            self._start_failure = None
+        self._raise_start_failure()
+
+    def _raise_start_failure(self) -> None:
+        failure, self._start_failure = self._start_failure, None
+        if failure is not None:
+            report, error = failure
             raise StartupError(report) from error
 
     @property
