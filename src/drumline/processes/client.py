@@ -309,7 +309,7 @@ def package_folder() -> str:
 def _command(module: str, fd: int) -> list[str]:
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     # -P: the working directory is no place to import from (it may hold a file named like a module).
-    return [sys.executable, *flags, "-P", "-m", module, str(fd)]
+    return [sys.executable, *(flag for flag in flags if flag != "-P"), "-P", "-m", module, str(fd)]
 
 
 def server_environment(base: Mapping[str, str]) -> dict[str, str]:

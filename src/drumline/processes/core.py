@@ -268,7 +268,7 @@ class MemberRecord:
     log_file: str = ""
     report: FailureReport | None = None
     connected: bool = True
-    ended: bool = False
+    ended_at: float | None = None
     exit: Exit | None = None
     first_sign: float | None = None
     first_sign_wall: float = 0.0
@@ -338,11 +338,7 @@ class SupervisorCore:
                 continue
             if record.rung_deadline is not None:
                 times.append(record.rung_deadline)
-            if record.first_sign is not None and self._may_give_up_exit(record):
-                times.append(record.first_sign + self.window_s)
-            if self._half_open(record):
-                assert record.first_sign is not None
-                times.append(record.first_sign + HALF_OPEN_S)
+            times += [at for at in (self._give_up_at(record), self._half_open_at(record)) if at is not None]
         return min(times) if times else None
 
     def stopping(self) -> list[int]:
@@ -380,10 +376,10 @@ class SupervisorCore:
                 record.connected = False
                 self._sign(record, event.wall)
             case ProcessEnded():
-                record.ended = True
+                record.ended_at = record.ended_at or self._now
                 self._sign(record, event.wall)
             case ExitTold():
-                record.exit, record.ended = event.exit, True
+                record.exit = event.exit
                 self._sign(record, event.wall)
             case FoundStopped():
                 if record.state is State.STOPPING and record.rung < Rung.KILLED:
@@ -434,18 +430,19 @@ class SupervisorCore:
         self._failure.keys.append(record.key)
         self._failure.reports.append(report)
 
-    def _may_give_up_exit(self, record: MemberRecord) -> bool:
-        """Nobody is going to tell how it ended, or not in time."""
-        return record.ended or not record.told or self.server is not None
+    def _give_up_at(self, record: MemberRecord) -> float | None:
+        """When to stop waiting for word of how it ended: nobody is going to tell, or not in time."""
+        if record.first_sign is None:
+            return None
+        if record.ended_at is not None:
+            return record.ended_at + self.window_s
+        return record.first_sign + self.window_s if not record.told or self.server is not None else None
 
-    def _half_open(self, record: MemberRecord) -> bool:
-        """It closed its connection, has a pid, and yet nothing says that it ended."""
-        return (
-            record.first_sign is not None
-            and not self._may_give_up_exit(record)
-            and record.rung is not Rung.KILLED
-            and bool(record.pid)
-        )
+    def _half_open_at(self, record: MemberRecord) -> float | None:
+        """When to end a process that closed its connection while nothing says that it ended."""
+        if record.first_sign is None or not record.pid or record.rung is Rung.KILLED:
+            return None
+        return record.first_sign + HALF_OPEN_S if self._give_up_at(record) is None else None
 
     def _end_half_open(self, record: MemberRecord) -> None:
         report = exit_report(
@@ -495,14 +492,16 @@ class SupervisorCore:
                 root = fold(failure.reports, self.server)
                 self._out.append(TellFailure(root, tuple(dict.fromkeys(failure.keys))))
 
+    def _due(self, at: float | None) -> bool:
+        return at is not None and self._now >= at
+
     def _advance_member(self, record: MemberRecord) -> None:
         if record.exit is not None:
             self._gone(record, record.exit)
-        elif record.first_sign is not None and self._now >= record.first_sign + self.window_s:
-            if self._may_give_up_exit(record):
-                self._gone(record, Exit())
-            elif self._half_open(record) and self._now >= record.first_sign + HALF_OPEN_S:
-                self._end_half_open(record)
+        elif self._due(self._give_up_at(record)):
+            self._gone(record, Exit())
+        elif self._due(self._half_open_at(record)):
+            self._end_half_open(record)
         if record.state is State.GONE or record.rung_deadline is None or self._now < record.rung_deadline:
             return
         if record.rung is Rung.KILLED:  # it does not die: state D, most likely

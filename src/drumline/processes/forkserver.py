@@ -52,6 +52,7 @@ from drumline.processes.reports import exit_report, make_report, print_report
 from drumline.processes.titles import FORK_SERVER, set_title
 
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
+_EXIT_WAIT_S = 0.2
 _LAST_WAIT_S = 2.0
 """How long the end waits for killed children before it leaves them to the kernel (state D)."""
 
@@ -101,7 +102,6 @@ class ForkServerProcess:
         self._catch_signals()
         if not self._begin():
             return 1
-        set_title(FORK_SERVER)
         self.log = ProcessLog(self.begin.log_dir, FORK_SERVER, self.begin.log_level, self.console_fd)
         linux.become_subreaper()
         if not self._import_all():
@@ -276,6 +276,10 @@ class ForkServerProcess:
 
     def _root_report(self) -> FailureReport:
         code, number = linux.exit_of(self.root.pidfd)
+        deadline = time.monotonic() + _EXIT_WAIT_S
+        while code is None and number is None and time.monotonic() < deadline:
+            time.sleep(0.01)  # newer kernels tell it once the root's own parent has reaped it; there is no event for it
+            code, number = linux.exit_of(self.root.pidfd)
         return exit_report(
             role=self.begin.role,
             rank=None,
@@ -493,7 +497,9 @@ def _close(fds: list[int]) -> None:
 
 def main() -> None:
     """Entry point."""
-    server = ForkServerProcess(int(sys.argv[1]))
+    fd = int(sys.argv[1])
+    set_title(FORK_SERVER)  # before any change of the environment: setproctitle looks for where it lies in memory
+    server = ForkServerProcess(fd)
     code = server.run()
     with contextlib.suppress(AttributeError):
         server.log.finish()

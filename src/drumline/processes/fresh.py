@@ -12,11 +12,14 @@ import msgspec
 
 from drumline.processes.child import ChildStart, run_child
 from drumline.processes.messages import FreshSpec
+from drumline.processes.titles import set_title
 
 
 def main() -> None:
     """Entry point."""
-    with os.fdopen(int(sys.argv[1]), "rb") as file:
+    fd = int(sys.argv[1])
+    set_title("Fresh")  # before any change of the environment: setproctitle looks for where it lies in memory
+    with os.fdopen(fd, "rb") as file:
         file.seek(0)
         spec = msgspec.msgpack.decode(file.read(), type=FreshSpec)
     sys.path[:] = spec.sys_path

@@ -20,7 +20,7 @@ NOTICE_SLACK_S = 0.1
 """A death is noticed from outside, so possibly a little after peers of the dead one raised because of it."""
 
 _TAIL_BYTES = 8192
-_TAIL_LINES = 20
+_TAIL_LINES = 50
 _TRACEBACK_CHARS = 20_000
 
 

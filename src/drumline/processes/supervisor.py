@@ -114,6 +114,7 @@ class Supervisor:
         """Watch this member from now on; what it did before is not lost."""
         if member.server is not None:
             self._claim(member.server)
+        self._members[member.key] = member
         self._post(lambda: self._add(member))
 
     def wait_all_ready(self, members: Sequence[Member], no_progress_timeout: float = 600.0) -> None:
@@ -272,7 +273,7 @@ class Supervisor:
 
     def _watch_writes(self) -> None:
         """Ask for writability where something is queued."""
-        conns: list[Any] = [member.conn for member in self._members.values()] + [s.conn for s in self._servers]
+        conns: list[Any] = [member.conn for member in list(self._members.values())] + [s.conn for s in self._servers]
         for conn in conns:
             registered = self._selector.get_map().get(conn.fd) if conn.fd >= 0 else None
             if registered is None:
@@ -383,9 +384,8 @@ class Supervisor:
     # ---- members ----
 
     def _add(self, member: Member) -> None:
-        if member.key in self._members:
+        if member.key in self._core.members:
             return
-        self._members[member.key] = member
         self._feed(c.Added(member.key, member.role, member.rank, told=member.server is not None))
         for event in self._early.pop(member.key, []):
             self._feed(event)
@@ -444,10 +444,10 @@ class Supervisor:
 
     def _feed(self, event: c.Event) -> None:
         key = getattr(event, "key", None)
-        if key is not None and key not in self._core.members:
-            if not isinstance(event, c.Added):
+        if key is not None and key not in self._core.members and not isinstance(event, c.Added):
+            if any(key in server.members for server in self._servers):  # else it is gone and forgotten
                 self._early.setdefault(key, []).append(event)
-                return
+            return
         with self._changed:
             instructions = self._core.handle(event, time.monotonic())
             self._sync()

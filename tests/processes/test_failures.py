@@ -1,0 +1,179 @@
+"""How failures of children reach their owner, and how stubborn ones are ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from drumline.errors import StartupError
+from drumline.processes import EventKind, State
+from tests.processes.conftest import House
+
+
+@pytest.mark.parametrize(
+    ("how", "what", "kind", "message"),
+    [
+        ("raise", "exception", "ValueError", "boom in a child"),
+        ("odd", "exception", "tests.processes.targets.OddError", "(its text cannot be made: RuntimeError)"),
+        ("exit3", "exit", "exit code 3", ""),
+        ("sysexit", "exit", "exit code 5", ""),
+        ("segfault", "signal", "SIGSEGV", ""),
+        ("return", "exit", "exit code 0", "it ended although nobody had asked it to"),
+    ],
+)
+def test_failure_before_ready(house: House, how: str, what: str, kind: str, message: str) -> None:
+    good = house.spawn("block", role="Worker_0", rank=0)
+    bad = house.spawn("break_in", how.encode(), role="Worker_1", rank=1)
+    start = time.monotonic()
+    with pytest.raises(StartupError) as caught:
+        house.ready(good, bad)
+    assert time.monotonic() - start < 2
+    report = caught.value.report
+    assert (report.role, report.rank, report.pid, report.phase) == ("Worker_1", 1, bad.pid, "load_model")
+    assert (report.what, report.type, report.message) == (what, kind, message)
+    assert report.log_file == bad.log_file
+    assert report.folded == []
+    if how in ("raise", "odd"):
+        assert "targets.py" in report.traceback
+        assert "Traceback" in Path(bad.log_file).read_text()
+    if how == "segfault":
+        assert "last words before the segfault" in report.log_tail
+        assert "Fatal Python error: Segmentation fault" in report.log_tail
+    assert (good.state, bad.state) == (State.GONE, State.GONE)
+
+
+@pytest.mark.parametrize(("how", "text"), [("late-raise", "boom in a child"), ("late-exit3", "exit code 3")])
+def test_failure_after_ready(house: House, how: str, text: str) -> None:
+    bad = house.spawn("break_in", how.encode())
+    report = house.event(EventKind.FAILURE).report
+    assert report is not None
+    assert text in report.text()
+    assert bad.report is report
+    assert house.supervisor.failure is report
+
+
+def test_target_that_cannot_be_imported(house: House) -> None:
+    with pytest.raises(StartupError, match="no_such_target"):
+        house.ready(house.spawn("no_such_target"))
+
+
+def test_later_failures_are_folded_under_the_first(house: House) -> None:
+    members = [house.spawn("late_twin", role=f"Worker_{i}", rank=i) for i in range(3)]
+    house.ready(*members)
+    for member, delay in zip(members, (b"60", b"0", b"30"), strict=True):
+        member.send(delay)
+    event = house.event(EventKind.FAILURE)
+    assert event.report is not None
+    assert event.report.role == "Worker_1"
+    assert [report.role for report in event.report.folded] == ["Worker_2", "Worker_0"]
+    assert set(event.members) == set(members)
+
+
+def test_a_kill_comes_before_the_exceptions_that_it_causes(house: House) -> None:
+    killed, other = house.spawn("serve", role="Worker_0"), house.spawn("late_twin", role="Worker_1")
+    house.ready(killed, other)
+    other.send(b"0")
+    killed.signal(signal.SIGKILL)
+    report = house.event(EventKind.FAILURE).report
+    assert report is not None
+    assert (report.role, report.type) == ("Worker_0", "SIGKILL")
+    assert [one.role for one in report.folded] == ["Worker_1"]
+
+
+def test_a_child_that_closes_its_connection_is_ended(house: House) -> None:
+    member = house.spawn("break_in", b"close")
+    report = house.event(EventKind.FAILURE).report
+    assert report is not None
+    assert "closed its control connection" in report.message
+    house.supervisor.shutdown([member])
+    assert str(member.exit) == "signal 9"
+
+
+def test_no_progress_names_who_and_where(house: House) -> None:
+    member = house.spawn("progress", b"40 stuck", rank=0)
+    house.event(EventKind.PHASE)
+    start = time.monotonic()
+    with pytest.raises(StartupError) as caught:
+        house.supervisor.wait_all_ready([member], no_progress_timeout=1.0)
+    assert time.monotonic() - start > 2.0  # forty phases of 50 ms were progress
+    assert caught.value.report.what == "hang"
+    assert "no progress of any process for 1 s" in str(caught.value)
+    assert f"Worker_0 in phase 'load_model 39' (pid {member.pid}, state S" in str(caught.value)
+    assert member.state is State.GONE
+
+
+def test_sigterm_from_outside_ends_a_child_and_is_told(house: House) -> None:
+    member = house.spawn("serve")
+    house.ready(member)
+    os.kill(member.pid, signal.SIGTERM)
+    report = house.event(EventKind.FAILURE).report
+    assert report is not None
+    assert report.type == "SIGTERM"
+
+
+def test_stop_interrupts_a_blocking_load_and_lets_it_clean_up(house: House) -> None:
+    member = house.spawn("block")
+    house.event(EventKind.MESSAGE)
+    start = time.monotonic()
+    house.supervisor.shutdown()
+    assert time.monotonic() - start < 0.3
+    assert str(member.exit) == "exit code 0"
+    assert Path(member.log_file).with_suffix(".ended").exists()
+
+
+def test_ladder_ends_a_stubborn_one_with_sigkill(house: House) -> None:
+    member = house.spawn("stubborn")
+    house.ready(member)
+    start = time.monotonic()
+    house.supervisor.shutdown()
+    assert 0.6 <= time.monotonic() - start < 2.0  # two rungs of 0.3 s
+    assert str(member.exit) == "signal 9"
+    assert house.supervisor.failure is None
+
+
+def test_a_stopped_process_gets_sigkill_at_once(house: House) -> None:
+    member = house.spawn("serve")
+    house.ready(member)
+    os.kill(member.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    house.supervisor.shutdown()
+    assert time.monotonic() - start < 0.3
+    assert str(member.exit) == "signal 9"
+
+
+def test_children_that_were_never_made_are_dropped(house: House) -> None:
+    os.kill(house.server.pid, signal.SIGSTOP)
+    member = house.spawn("serve")
+    house.supervisor.shutdown()
+    assert member.state is State.GONE
+    os.kill(house.server.pid, signal.SIGCONT)
+    other = house.spawn("serve")
+    house.ready(other)
+    assert member.pid == 0
+
+
+def test_death_of_the_fork_server_explains_those_of_its_children(house: House) -> None:
+    members = [house.spawn("serve", role=f"Worker_{i}") for i in range(2)]
+    house.ready(*members)
+    start = time.monotonic()
+    os.kill(house.server.pid, signal.SIGKILL)
+    event = house.event(EventKind.FAILURE)
+    assert time.monotonic() - start < 1
+    assert event.report is not None
+    assert (event.report.role, event.report.pid, event.report.type) == ("ForkServer", house.server.pid, "SIGKILL")
+    house.supervisor.shutdown()
+    assert [member.state for member in members] == [State.GONE] * 2
+
+
+def test_spawn_after_the_fork_server_died_fails_at_once(house: House) -> None:
+    house.ready(house.spawn("serve"))
+    os.kill(house.server.pid, signal.SIGKILL)
+    house.event(EventKind.FAILURE)
+    start = time.monotonic()
+    with pytest.raises(StartupError, match="ForkServer"):
+        house.ready(house.spawn("serve"))
+    assert time.monotonic() - start < 1
