@@ -53,6 +53,68 @@ def test_ringers_never_write_the_same_value() -> None:
     memory.close()
 
 
+class Preempted:
+    """The words of a doorbell whose ringer loses the CPU just before it stores."""
+
+    def __init__(self, words: memoryview, meanwhile: Callable[[], None]) -> None:
+        self._words = words
+        self._meanwhile = meanwhile
+
+    def __getitem__(self, index: int) -> int:
+        return self._words[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._meanwhile()
+        self._words[index] = value
+
+
+def test_a_ringer_that_loses_the_cpu_never_brings_back_what_the_waiter_has_seen() -> None:
+    """With a plain increment both ringers would store the same value, and the waiter sleep on it."""
+    memory = SharedMemory.create(64)
+    first, second = Doorbell(memory, 1), Doorbell(memory, 2)
+    words, seen = first.words, []
+
+    def meanwhile() -> None:
+        seen.append(second.value())
+        for _ in range(3):
+            second.ring()
+            seen.append(second.value())
+
+    first.words = Preempted(words, meanwhile)  # type: ignore[assignment]
+    for _ in range(3):
+        first.ring()
+        assert second.value() not in seen
+    first.words = words
+    first.close()
+    second.close()
+    memory.close()
+
+
+@pytest.mark.parametrize("moment", ["after the look", "before the look"])
+def test_what_changes_around_the_look_is_not_slept_over(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    waiter = Waiter.create()
+    box: list[int] = []
+
+    def change() -> None:
+        if not box:
+            box.append(1)
+            waiter.ring()
+
+    def check() -> int | None:
+        found = box[0] if box else None
+        if moment == "after the look":
+            change()
+        return found
+
+    if moment == "before the look":
+        monkeypatch.setattr("drumline.transport.waiter.fence", change)
+    start = time.monotonic()
+    assert waiter.wait(check, soon()) == 1
+    assert time.monotonic() - start < 2
+    assert waiter.lost_wakes == 0
+    waiter.close()
+
+
 def test_a_successor_with_the_same_id_does_not_repeat_its_predecessor() -> None:
     # with counters from 0 the first ring of the second would leave the word as it is
     memory = SharedMemory.create(64)

@@ -124,6 +124,53 @@ def test_any_length_up_to_the_whole_ring_arrives(slot_bytes: int, slots: int, le
             assert reader.poll() is None
 
 
+@pytest.mark.parametrize("moment", range(1, 5))
+def test_a_slot_freed_at_any_moment_of_a_refusal_is_used_or_rung_for(
+    monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    """The reader frees the only slot at the n-th fence that the writer passes: the writer must find it or be rung."""
+    buf = make(64, 1, 1)
+    rung: list[int] = []
+    writer, reader = RingWriter(buf), RingReader(buf, 0, lambda: rung.append(1))
+    assert writer.try_write([b"old"])
+    message = reader.poll()
+    assert message is not None
+    passed = 0
+
+    def fence_and_free() -> None:
+        nonlocal passed
+        passed += 1
+        if passed == moment:
+            message.release()
+
+    monkeypatch.setattr("drumline.transport.ring.fence", fence_and_free)
+    written = writer.try_write([b"new"])
+    message.release()
+    assert written or rung
+    assert written or writer.try_write([b"new"])
+
+
+def test_fences_stand_where_the_memo_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """x86 hides a missing fence, so look where they are: data | written; decoded | read | wanted."""
+    buf = make(64, 8, 1, start=100)
+    writer, reader = RingWriter(buf), RingReader(buf)
+    words = buf[: writer.layout.control_bytes].cast("I")
+    at_fence: list[tuple[bytes, int, int]] = []
+
+    def note() -> None:
+        data = writer.layout.control_bytes + 16
+        at_fence.append((bytes(buf[data : data + 3]), words[16], words[32]))
+
+    monkeypatch.setattr("drumline.transport.ring.fence", note)
+    writer.try_write([b"new"])
+    assert at_fence == [(b"new", 100, 100)]
+    message = reader.poll()
+    assert message is not None
+    assert len(at_fence) == 2  # between written and the data
+    message.release()
+    assert at_fence[2:] == [(b"new", 101, 100), (b"new", 101, 101)]
+
+
 def test_message_over_the_ring_names_the_flags() -> None:
     buf = make(64, 4, 1)
     writer = RingWriter(buf)
