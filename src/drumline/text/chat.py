@@ -426,9 +426,7 @@ def load_chat_template(given: str | Path) -> ChatTemplate:
         try:
             text = Path(text).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"--chat-template {given!s}: no such template file, and no template text: {error}"
-            ) from error
+            raise ConfigError(f"--chat-template {given!s}: neither a template file nor a template: {error}") from error
     try:
         return ChatTemplate(text)
     except RequestError as error:

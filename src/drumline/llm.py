@@ -1,0 +1,478 @@
+"""LLM: a model for plain programs, with the arguments and results of vLLM's class of that name.
+
+::
+
+    your program: LLM -> RequestBuilder -> SyncEngineClient ==> EngineCore process -> worker processes
+                  LLM <- OutputAssembler <- poll()          <==
+
+The program's process stays free of torch: it tokenises, detokenises and waits. No main guard is needed, since no
+process re-runs the program. The processes end with :meth:`LLM.close`, with the ``with`` block, when the object is
+collected, when the program ends, and when it is killed.
+
+Rejected: signal handlers of our own (the program's are its own; ctrl-C arrives as KeyboardInterrupt in ``generate``,
+which aborts its requests and leaves the LLM usable).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import itertools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from drumline.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, ProcessConfig, SchedulerConfig
+from drumline.engine.client import SyncEngineClient
+from drumline.engine.protocol import ProcessState
+from drumline.errors import ConfigError, RequestError
+from drumline.model.resolve import resolve
+from drumline.plan.sampling import SamplingParams
+from drumline.platforms import device_table
+from drumline.text.chat import ChatTemplate, load_chat_template
+from drumline.text.requests import PreparedRequest, Prompt, RequestBuilder, split_prompts
+from drumline.text.results import CompletionOutput, Logprob, OutputAssembler, RequestOutput
+from drumline.text.tokenizer import Tokenizer, read_eos_token_ids, read_sampling_defaults
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+
+logger = logging.getLogger(__name__)
+
+_SECTIONS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "process": ProcessConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+}
+_FIELDS = {
+    field.name: (section, field.default)
+    for section, kind in _SECTIONS.items()
+    for field in dataclasses.fields(kind)
+    if (section, field.name) != ("model", "path")
+}
+"""Every option: its section of the configuration and its default."""
+_NOT_BUILT = (
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+    "data_parallel_size",
+    "nnodes",
+    "enable_expert_parallel",
+)
+_LONG = 7 * 86400.0
+"""Seconds that stand for "no limit": the engine's death ends such a wait."""
+
+ProgressBar = Callable[..., Any]
+"""Makes a bar as ``tqdm`` does: called with total and desc, has ``update(n)`` and ``close()``."""
+
+
+class LLM:
+    """A model and the processes that run it.
+
+    Args:
+        model: local Hugging Face folder or hub name; empty: the embedded default model.
+        tokenizer: folder or hub name of the tokenizer, if it is not the model's.
+        skip_tokenizer_init: no tokenizer: prompts are token ids, results have no text.
+        tensor_parallel_size: number of worker processes that share the model.
+        dtype: ``auto`` (float32 on cpu, else the checkpoint's), ``float32``, ``bfloat16``, ``float16``.
+        seed: requests without a seed of their own get theirs from a generator that begins with this one, so that a
+            program that is run again gives the same outputs.
+        max_model_len: longest prompt plus output in tokens.
+        chat_template: file with, or text of, a template that replaces the model's.
+        options: every other field of ``ModelConfig``, ``ParallelConfig``, ``ProcessConfig``, ``CacheConfig`` and
+            ``SchedulerConfig``, such as ``gpu_memory_utilization``, ``kv_cache_memory_bytes``, ``max_num_seqs``,
+            ``enable_prefix_caching``, ``distributed_executor_backend``, ``log_level``. None means the default.
+
+    Raises:
+        TypeError: an option does not exist; the message names the nearest.
+        ConfigError: what was asked for cannot work; nothing was started.
+        StartupError: a process did not start; all that did have been ended.
+
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = "",
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        skip_tokenizer_init: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: Any = "auto",
+        seed: int = 0,
+        max_model_len: int | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        config = make_config(
+            model=os.fspath(model),
+            tokenizer=None if tokenizer is None else os.fspath(tokenizer),
+            skip_tokenizer_init=skip_tokenizer_init,
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            seed=seed,
+            max_model_len=max_model_len,
+            chat_template=None if chat_template is None else os.fspath(chat_template),
+            **options,
+        )
+        config = config.checked(device_table(config.platform))
+        self.config = config = dataclasses.replace(config, model=resolve(config.model))
+        """The whole configuration, the model's local folder included."""
+        self._lock = threading.Lock()
+        self._request_ids = itertools.count()
+        self._tokenizer = _load_tokenizer(config.model)
+        client = self._client = SyncEngineClient(config)
+        self._finalizer = weakref.finalize(self, _end, client, os.getpid())
+        try:
+            info = client.start()
+        except BaseException:
+            self._finalizer()
+            raise
+        self._builder = RequestBuilder(
+            self._tokenizer,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=_eos_token_ids(self._tokenizer, config.model.path),
+            sampling_defaults=read_sampling_defaults(config.model.path),
+            seed=config.model.seed,
+        )
+
+    # -------------------------------------------------------------------------------------------------- generating
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | ProgressBar = True,
+        *,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Outputs of all prompts, in their order.
+
+        A prompt is a text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
+        ``sampling_params`` is one for all or a list with one for each prompt; None: the model's defaults.
+        ``use_tqdm`` shows a progress bar; a callable makes one as ``tqdm`` does.
+
+        Raises :class:`RequestError` before anything is computed if a prompt or a parameter is wrong, and
+        :class:`EngineDeadError` if a process dies. ctrl-C aborts the requests; the LLM stays usable.
+        """
+        given = split_prompts(prompts)
+        return self._run(self._prepare(given, sampling_params, priority), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | ProgressBar = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers to one conversation (a list of messages) or to several (a list of such lists).
+
+        ``chat_template`` is a file or a text and replaces the model's; ``chat_template_kwargs`` are variables of the
+        template, such as ``enable_thinking``. ``continue_final_message`` goes on with the last message and needs
+        ``add_generation_prompt=False``. The rest as in :meth:`generate`.
+        """
+        if self._tokenizer is None:
+            raise RequestError("chat needs a tokenizer, which was not loaded (skip_tokenizer_init).", param="messages")
+        template: ChatTemplate | None = None if chat_template is None else load_chat_template(chat_template)
+        texts: list[Prompt] = [
+            self._tokenizer.render_chat(
+                conversation,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=template,
+                **dict(chat_template_kwargs or {}),
+            )
+            for conversation in _conversations(messages)
+        ]
+        # The template has written the special tokens already.
+        prepared = self._prepare(texts, sampling_params, priority, add_special_tokens=False)
+        return self._run(prepared, use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What ``sampling_params=None`` means: the defaults of the model's generation_config.json."""
+        return self._builder.default_params()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer. RuntimeError with ``skip_tokenizer_init``."""
+        if self._tokenizer is None:
+            raise RuntimeError("the tokenizer was not loaded (skip_tokenizer_init)")
+        return self._tokenizer
+
+    def _prepare(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[PreparedRequest]:
+        each = _one_for_each("sampling_params", params, len(prompts), SamplingParams)
+        priorities = _one_for_each("priority", 0 if priority is None else priority, len(prompts), int)
+        return [
+            self._builder.prepare(
+                str(next(self._request_ids)), prompt, one, add_special_tokens=add_special_tokens, priority=level
+            )
+            for prompt, one, level in zip(prompts, each, priorities, strict=True)
+        ]
+
+    def _run(self, prepared: Sequence[PreparedRequest], use_tqdm: bool | ProgressBar) -> list[RequestOutput]:
+        """Send everything, and take in outputs until all have ended."""
+        self._check_usable()
+        assemblers = [OutputAssembler(self._tokenizer, request) for request in prepared]
+        owner = {
+            child.request_id: assembler
+            for request, assembler in zip(prepared, assemblers, strict=True)
+            for child in request.children
+        }
+        # One call at a time: poll() gives outputs to whoever asks.
+        with self._lock, _progress(use_tqdm, prepared) as progress:
+            try:
+                for request in prepared:
+                    for child in request.children:
+                        self._client.add(child)
+                self._take_in(owner, len(prepared), progress)
+            except BaseException:
+                self._abort(assemblers)
+                raise
+        return [assembler.result() for assembler in assemblers]
+
+    def _take_in(self, owner: Mapping[str, OutputAssembler], left: int, progress: _Progress) -> None:
+        while left:
+            for output in self._client.poll():
+                assembler = owner.get(output.request_id)
+                if assembler is None or assembler.finished:
+                    continue  # of requests that were aborted
+                new = assembler.push(output)
+                if aborts := assembler.take_aborts():
+                    self._client.abort(aborts)
+                if new is not None:
+                    progress.tokens(len(new.token_ids))
+                if assembler.finished:
+                    left -= 1
+                    progress.one_done()
+
+    def _abort(self, assemblers: Sequence[OutputAssembler]) -> None:
+        """End what still runs; whoever calls this raises already what matters."""
+        running = [request_id for assembler in assemblers for request_id in assembler.running]
+        with contextlib.suppress(Exception):
+            self._client.abort(running)
+
+    # --------------------------------------------------------------------------------------------------- the rest
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker; their answers in the order of ranks.
+
+        ``worker_extension_cls`` adds methods of your own. Arguments and answers are plain data. Raises
+        :class:`RemoteCallError` if a worker raises, :class:`RPCTimeoutError` after ``timeout`` seconds. Functions
+        instead of names: not yet, TypeError.
+        """
+        self._check_usable()
+        if callable(method):
+            raise TypeError("collective_rpc takes the name of a worker method; add your own with worker_extension_cls")
+        limit = _LONG if timeout is None else timeout
+        answers: list[Any] = self._client.call("collective_rpc", method, list(args), dict(kwargs or {}), timeout=limit)
+        return answers
+
+    def processes(self) -> list[ProcessState]:
+        """All processes of this LLM, the program's own first."""
+        return list(self._client.processes())
+
+    def close(self) -> None:
+        """End all processes. Idempotent; an LLM that is closed cannot be used any more."""
+        self._finalizer()
+
+    shutdown = close
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "" if self._finalizer.alive else ", closed"
+        name = self.config.model.model or self.config.model.path
+        return f"LLM({name!r}, tensor_parallel_size={self.config.parallel.tensor_parallel_size}{state})"
+
+    def _check_usable(self) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError("this LLM is closed")
+        if self._finalizer.peek()[2][1] != os.getpid():  # type: ignore[index]
+            raise RuntimeError("this LLM belongs to the process that made it, and this one was forked from it")
+
+
+def _end(client: SyncEngineClient, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child of the program must not end the program's processes
+        client.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+def make_config(**options: Any) -> EngineConfig:
+    """The configuration that flat options ask for. TypeError for an unknown one, ConfigError for one not built yet."""
+    given: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    platform = options.pop("platform", "auto")
+    for name, value in options.items():
+        if name not in _FIELDS:
+            near = difflib.get_close_matches(name, [*_FIELDS, "platform"], n=1, cutoff=0.5)
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"LLM() got an unexpected keyword argument {name!r}{hint}")
+        section, default = _FIELDS[name]
+        if value is not None or default is None:
+            given[section][name] = _adapted(name, value)
+    asked = [name for name in _NOT_BUILT if options.get(name) not in (None, _FIELDS[name][1])]
+    if asked:
+        raise ConfigError(f"not built yet: {', '.join(asked)}. Today one machine runs tensor_parallel_size=N.")
+    if given["model"].get("trust_remote_code"):
+        logger.warning("trust_remote_code has no effect: only models that transformers itself defines are loaded")
+        given["model"]["trust_remote_code"] = False
+    made = {section: kind(**given[section]) for section, kind in _SECTIONS.items()}
+    return EngineConfig(platform=platform, **made)
+
+
+def _adapted(name: str, value: Any) -> Any:
+    """``value`` in the form that the configuration has: names as tuples, torch's dtypes as their names."""
+    if name in ("served_model_name", "preload"):
+        return (value,) if isinstance(value, str) else tuple(value)
+    if name == "dtype" and not isinstance(value, str):
+        return str(value).removeprefix("torch.")
+    return str(value) if isinstance(value, Path) else value
+
+
+def _load_tokenizer(config: ModelConfig) -> Tokenizer | None:
+    if config.skip_tokenizer_init:
+        return None
+    return Tokenizer.from_folder(config.tokenizer or config.path, config.chat_template)
+
+
+def _eos_token_ids(tokenizer: Tokenizer | None, path: str) -> list[int]:
+    """What ends an output: the model's own tokens and the tokenizer's, which may come from another folder."""
+    own = tokenizer.eos_token_ids if tokenizer is not None else ()
+    return list(dict.fromkeys([*own, *read_eos_token_ids(path)]))
+
+
+def _conversations(messages: Any) -> list[Any]:
+    """One conversation or several, as several."""
+    if isinstance(messages, list | tuple) and messages and all(isinstance(item, list | tuple) for item in messages):
+        return list(messages)
+    return [messages]
+
+
+def _one_for_each(name: str, value: Any, count: int, kind: type[Any]) -> list[Any]:
+    if value is None or isinstance(value, kind):
+        return [value] * count
+    if not isinstance(value, Sequence) or not all(isinstance(item, kind) for item in value):
+        raise RequestError(f"{name} must be one {kind.__name__}, or a list with one for each prompt.", param=name)
+    if len(value) != count:
+        raise RequestError(f"{name} has {len(value)} entries for {count} prompts.", param=name)
+    return list(value)
+
+
+# ------------------------------------------------------------------------------------------------------------ progress
+
+
+class _Progress:
+    """Says how many prompts are done and how fast. This one says nothing."""
+
+    def tokens(self, count: int) -> None:
+        """Output tokens came."""
+
+    def one_done(self) -> None:
+        """A prompt has all its outputs."""
+
+
+class _CallersBar(_Progress):
+    """A bar of the caller's, as tqdm's."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+
+    def one_done(self) -> None:
+        self._bar.update(1)
+
+
+class _RichBar(_Progress):
+    """Drawn by the thread that waits for the engine: a thread of its own would draw at the price of the GIL."""
+
+    INTERVAL_S = 0.1
+
+    def __init__(self, bar: Any, task: Any) -> None:
+        self._bar = bar
+        self._task = task
+        self._began = self._drawn = time.monotonic()
+        self._tokens = 0
+
+    def tokens(self, count: int) -> None:
+        self._tokens += count
+        now = time.monotonic()
+        if now - self._drawn >= self.INTERVAL_S:
+            self._drawn = now
+            self._show()
+            self._bar.refresh()
+
+    def one_done(self) -> None:
+        self._bar.advance(self._task)
+        self._show()
+
+    def _show(self) -> None:
+        rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
+        self._bar.update(self._task, rate=f"{rate:,.1f} tokens/s")
+
+
+@contextlib.contextmanager
+def _progress(use_tqdm: bool | ProgressBar, prepared: Sequence[PreparedRequest]) -> Iterator[_Progress]:
+    if not use_tqdm or not prepared:
+        yield _Progress()
+    elif callable(use_tqdm):
+        bar = use_tqdm(total=len(prepared), desc="Processed prompts", dynamic_ncols=True)
+        try:
+            yield _CallersBar(bar)
+        finally:
+            bar.close()
+    else:
+        with _rich_bar() as drawn:
+            yield _RichBar(drawn, drawn.add_task("Processed prompts", total=len(prepared), rate=""))
+
+
+def _rich_bar() -> Any:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[rate]}"),
+        console=Console(stderr=True),
+        auto_refresh=False,
+    )

@@ -1,0 +1,154 @@
+"""Prompts and parameters to engine requests: what is resolved, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from drumline.engine.protocol import EngineRequest
+from drumline.errors import RequestError
+from drumline.plan.sampling import SamplingParams
+from drumline.text.requests import RequestBuilder, split_prompts
+from drumline.text.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def builder(byte_level: Tokenizer) -> RequestBuilder:
+    return RequestBuilder(byte_level, max_model_len=64, vocab_size=byte_level.vocab_size + 8, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("fox", "fox"),
+        ({"prompt": "fox"}, "fox"),
+        ({"prompt_token_ids": [5, 6]}, None),
+        ({"prompt": "shown", "prompt_token_ids": [5, 6]}, "shown"),
+        ([5, 6], None),
+        ((5, 6), None),
+        (np.array([5, 6]), None),
+        ([np.int64(5), np.int64(6)], None),
+    ],
+)
+def test_forms_of_a_prompt(builder: RequestBuilder, byte_level: Tokenizer, prompt: Any, text: str | None) -> None:
+    prepared = builder.prepare("r", prompt)
+    assert prepared.prompt == text
+    assert prepared.prompt_token_ids == (byte_level.encode("fox") if text == "fox" else [5, 6])
+    (child,) = prepared.children
+    assert child.request_id == "r"
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(child), type=EngineRequest) == child
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ("", "prompt is empty"),
+        ([], "prompt is empty"),
+        ({"prompt_token_ids": []}, "prompt is empty"),
+        ({}, "needs prompt or prompt_token_ids"),
+        ({"prompt": 3}, "must be a text"),
+        ({"prompt": "x", "multi_modal_data": {}}, "cannot have multi_modal_data"),
+        ({"prompt": "x", "cache_salt": 3}, "cache_salt"),
+        ({"prompt_token_ids": "abc"}, "list of integers"),
+        (3, "list of integers"),
+        ([1, "a"], "list of integers"),
+        ([1, True], "list of integers"),
+        ([1, 2.5], "list of integers"),
+        ([1, -1], "Token id -1 is outside"),
+        ([1, 100000], r"Token id 100000 is outside of the model's vocabulary \(0 to 427\)"),
+        ([1] * 64, "has 64 tokens; this model takes at most 64 tokens"),
+        ("fox " * 100, "has .* tokens; this model takes at most 64 tokens"),
+        ("x" * 100_000, "100000 characters"),
+    ],
+)
+def test_prompts_that_cannot_work(builder: RequestBuilder, prompt: Any, problem: str) -> None:
+    with pytest.raises(RequestError, match=problem):
+        builder.prepare("r", prompt)
+
+
+def test_longest_prompt_leaves_one_token(builder: RequestBuilder) -> None:
+    prepared = builder.prepare("r", [1] * 63, SamplingParams(max_tokens=None))
+    assert prepared.children[0].sampling.max_tokens == 1
+
+
+def test_max_tokens(builder: RequestBuilder) -> None:
+    assert builder.prepare("r", [1] * 10, SamplingParams(max_tokens=None)).params.max_tokens == 54
+    assert builder.prepare("r", [1] * 10, SamplingParams(max_tokens=7)).params.max_tokens == 7
+    params = SamplingParams(max_tokens=500)
+    assert builder.prepare("r", [1] * 10, params).params.max_tokens == 54
+    assert params.max_tokens == 500  # the caller's object is the caller's
+    with pytest.raises(RequestError, match="only 54 fit") as caught:
+        builder.prepare("r", [1] * 10, params, strict_max_tokens=True)
+    assert caught.value.param == "max_tokens"
+
+
+def test_several_outputs_have_seeds_in_a_row(builder: RequestBuilder) -> None:
+    prepared = builder.prepare("r", [1], SamplingParams(n=3, seed=2**64 - 1), priority=2, cache_salt="s")
+    assert [child.request_id for child in prepared.children] == ["0_r", "1_r", "2_r"]
+    assert [child.seed for child in prepared.children] == [2**64 - 1, 0, 1]
+    assert all(child.sampling.n == 1 and child.priority == 2 for child in prepared.children)
+    assert all(child.cache_salt == "s" for child in prepared.children)
+    assert builder.prepare("r", [1], SamplingParams(seed=-5)).children[0].seed == 2**64 - 5
+
+
+def test_seeds_of_requests_without_one(byte_level: Tokenizer) -> None:
+    def seeds(seed: int | None) -> list[int]:
+        builder = RequestBuilder(byte_level, max_model_len=64, vocab_size=500, seed=seed)
+        return [builder.prepare("r", [1]).children[0].seed for _ in range(3)]
+
+    assert seeds(0) == seeds(0)
+    assert seeds(0) != seeds(1)
+    assert seeds(None) != seeds(None)
+    assert len(set(seeds(0))) == 3
+
+
+def test_end_of_sequence(builder: RequestBuilder) -> None:
+    assert builder.prepare("r", [1]).children[0].eos_token_ids == [2]
+    assert builder.prepare("r", [1], SamplingParams(ignore_eos=True)).children[0].eos_token_ids == []
+
+
+def test_defaults_of_the_model(byte_level: Tokenizer) -> None:
+    defaults = {"temperature": 0.6, "top_k": 20}
+    builder = RequestBuilder(byte_level, max_model_len=64, vocab_size=500, sampling_defaults=defaults)
+    assert builder.default_params(top_k=None, top_p=0.5) == SamplingParams(temperature=0.6, top_k=20, top_p=0.5)
+    assert builder.default_params(temperature=0.0).greedy
+    assert builder.prepare("r", [1]).params.temperature == 0.6
+
+
+def test_parameters_that_the_engine_cannot_meet(builder: RequestBuilder) -> None:
+    with pytest.raises(RequestError, match="logprobs must be at most 20"):
+        builder.prepare("r", [1], SamplingParams(logprobs=21))
+    with pytest.raises(RequestError, match="stop_token_ids: 500 is outside"):
+        builder.prepare("r", [1], SamplingParams(stop_token_ids=[500]))
+    bare = RequestBuilder(None, max_model_len=64, vocab_size=500, eos_token_ids=[2, 600])
+    with pytest.raises(RequestError, match="skip_tokenizer_init"):
+        bare.prepare("r", "text")
+    with pytest.raises(RequestError, match="stop needs a tokenizer"):
+        bare.prepare("r", [1], SamplingParams(stop="x"))
+    assert bare.prepare("r", [1]).children[0].eos_token_ids == [2]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ("a", ["a"]),
+        ({"prompt": "a"}, [{"prompt": "a"}]),
+        ([1, 2], [[1, 2]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ([{"prompt_token_ids": [1]}, "b"], [{"prompt_token_ids": [1]}, "b"]),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ([], []),
+    ],
+)
+def test_one_prompt_or_several(prompts: Any, expected: list[Any]) -> None:
+    assert split_prompts(prompts) == expected
+
+
+def test_prompts_of_another_kind() -> None:
+    for prompts in (3, None, b"abc"):
+        with pytest.raises(RequestError, match="prompts must be"):
+            split_prompts(prompts)

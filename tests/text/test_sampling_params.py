@@ -1,0 +1,95 @@
+"""SamplingParams: ranges, one form for what can be said in several, and what comes later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from drumline.errors import RequestError
+from drumline.plan.sampling import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("n", [0, -1, 1.5, "2", True, None, 20000]),
+        ("temperature", [-0.1, 2.1, float("nan"), float("inf"), "1", None, True, 10**400]),
+        ("top_p", [0, -0.1, 1.1, float("nan"), None]),
+        ("top_k", [-2, 1.5, "3", None]),
+        ("seed", ["1", 1.0, 2**64, -(2**63) - 1, True]),
+        ("max_tokens", [0, -1, 2.0, "5"]),
+        ("logprobs", [-1, 1.5, "1", False]),
+        ("stop", ["", ["a", ""], [1], 5, {"a": 1}]),
+        ("stop_token_ids", [[-1], ["1"], [True], 5, "12", [2**31]]),
+        ("ignore_eos", [1, None, "yes"]),
+        ("include_stop_str_in_output", [1]),
+        ("skip_special_tokens", [None]),
+        ("detokenize", [0]),
+    ],
+)
+def test_values_that_cannot_work(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.param == name
+        assert str(caught.value).startswith(name)
+        assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "off"),
+    [
+        ("min_p", 0.1, 0),
+        ("min_tokens", 1, 0),
+        ("presence_penalty", 0.5, 0),
+        ("frequency_penalty", -0.5, 0),
+        ("repetition_penalty", 1.1, 1),
+        ("prompt_logprobs", 1, None),
+        ("logit_bias", {1: 2.0}, {}),
+        ("bad_words", ["x"], []),
+        ("allowed_token_ids", [1], None),
+        ("spaces_between_special_tokens", False, True),
+    ],
+)
+def test_what_comes_later(name: str, value: Any, off: Any) -> None:
+    with pytest.raises(RequestError, match=f"{name} is not supported yet") as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.param == name
+    SamplingParams(**{name: off})
+
+
+def test_one_form() -> None:
+    params = SamplingParams(stop="x", stop_token_ids=[3, 1, 3], logprobs=True, seed=-1, top_k=-1, temperature=1)
+    assert params.stop == params.stop_strings == ["x"]
+    assert params.stop_token_ids == [3, 1]
+    assert (params.logprobs, params.seed, params.top_k) == (1, None, 0)
+    assert SamplingParams().stop == []
+
+
+def test_greedy() -> None:
+    params = SamplingParams(temperature=0, top_p=0.5, top_k=7)
+    assert params.greedy
+    assert (params.top_p, params.top_k) == (1.0, 0)
+    assert SamplingParams(temperature=1e-9).temperature == 0.01
+    with pytest.raises(RequestError, match="n must be 1 with temperature 0"):
+        SamplingParams(temperature=0, n=2)
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(RequestError, match="detokenize=True"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(TypeError, match="best_off"):
+        SamplingParams(best_off=3)  # type: ignore[call-arg]
+
+
+def test_travels() -> None:
+    params = SamplingParams(n=2, stop=["x"], seed=2**64 - 1, logprobs=3)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    copy = params.clone()
+    copy.n = 5
+    assert params.n == 2
