@@ -71,13 +71,9 @@ async def _read_body(request: Request) -> bytes:
 
 
 def _too_large() -> ApiError:
-    # The rest of the body is not read, so the connection cannot be used again.
-    return ApiError(
-        413,
-        f"The body is larger than {MAX_BODY_BYTES >> 20} MiB.",
-        code="body_too_large",
-        headers={"connection": "close"},
-    )
+    # The connection stays open and uvicorn drops what still comes: closing it now would reset it, and the client, busy
+    # sending, would never see this answer.
+    return ApiError(413, f"The body is larger than {MAX_BODY_BYTES >> 20} MiB.", code="body_too_large")
 
 
 def json_response(value: Any, status: int = 200) -> Response:

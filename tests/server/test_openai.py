@@ -1,0 +1,220 @@
+"""The official client against the real server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openai as api
+import pytest
+from openai import AsyncOpenAI
+
+from drumline.text.tokenizer import Tokenizer
+
+from .peer import Served, served
+
+
+def say(server: Served, folder: Path, text: str, *, end: bool = True) -> None:
+    """The engine answers every request with this text."""
+    tokenizer = Tokenizer.from_folder(folder)
+    ids = tokenizer.encode(text) + ([tokenizer.eos_token_ids[0]] if end else [])
+    server.engine.script = lambda request: ids
+
+
+MESSAGES: list[api.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
+
+
+async def test_chat(server: Served, openai: AsyncOpenAI, folder: Path) -> None:
+    say(server, folder, "The quick brown fox 🎉")
+    answer = await openai.chat.completions.create(model="tiny", messages=MESSAGES, seed=7)
+    choice = answer.choices[0]
+    assert choice.message.content == "The quick brown fox 🎉"
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "stop"
+    assert answer.usage is not None
+    request = server.engine.seen[0]
+    assert answer.usage.prompt_tokens == len(request.prompt_token_ids)
+    assert answer.usage.completion_tokens == len(server.engine.script(request))
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 2
+    assert request.seed == 7
+    rendered = Tokenizer.from_folder(folder).decode(request.prompt_token_ids, skip_special_tokens=False)
+    assert rendered.endswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
+    assert answer.model == "tiny"
+    assert answer.id.startswith("chatcmpl-")
+
+
+async def test_chat_stream(server: Served, openai: AsyncOpenAI, folder: Path) -> None:
+    say(server, folder, "Käse, 東京 and 🚀")
+    stream = await openai.chat.completions.create(
+        model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == "Käse, 東京 and 🚀"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(server.engine.script(server.engine.seen[0]))
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+    # no character is ever cut in two
+    assert all("\ufffd" not in (chunk.choices[0].delta.content or "") for chunk in chunks if chunk.choices)
+
+
+async def test_stream_without_usage_has_none(server: Served, openai: AsyncOpenAI, folder: Path) -> None:
+    say(server, folder, "dog")
+    stream = await openai.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+    assert all(chunk.choices and chunk.usage is None for chunk in [chunk async for chunk in stream])
+
+
+async def test_stop_string_is_cut_and_frees_the_request(server: Served, openai: AsyncOpenAI, folder: Path) -> None:
+    say(server, folder, "The quick brown fox jumps", end=False)
+    for stream in (False, True):
+        if stream:
+            events = await openai.completions.create(model="tiny", prompt="x", stop=["wn f", "zzz"], stream=True)
+            pieces = [event.choices[0] async for event in events]
+            text, last = "".join(piece.text for piece in pieces), pieces[-1]
+        else:
+            last = (await openai.completions.create(model="tiny", prompt="x", stop=["wn f", "zzz"])).choices[0]
+            text = last.text
+        assert text == "The quick bro"
+        assert last.finish_reason == "stop"
+        assert last.stop_reason == "wn f"  # type: ignore[attr-defined]
+        await server.engine.until(0)
+
+
+async def test_several_choices_and_prompts(server: Served, openai: AsyncOpenAI, folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    answer = await openai.completions.create(
+        model="tiny", prompt=["dog", "lazy fox"], n=2, max_tokens=6, seed=3, temperature=1
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    for choice, prompt in zip(answer.choices, ["dog", "dog", "lazy fox", "lazy fox"], strict=True):
+        ids = tokenizer.encode(prompt)
+        assert choice.text == tokenizer.decode((ids * 6)[:6])
+        assert choice.finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 24
+    assert answer.usage.prompt_tokens == len(tokenizer.encode("dog")) + len(tokenizer.encode("lazy fox"))
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 4
+    assert sorted(request.seed for request in server.engine.seen) == [3, 3, 4, 4]
+
+
+async def test_several_choices_stream(server: Served, openai: AsyncOpenAI) -> None:
+    events = await openai.chat.completions.create(
+        model="tiny", messages=MESSAGES, n=3, max_tokens=5, temperature=1, stream=True
+    )
+    seen: dict[int, list[str | None]] = {}
+    async for event in events:
+        choice = event.choices[0]
+        seen.setdefault(choice.index, []).append(choice.finish_reason)
+    assert sorted(seen) == [0, 1, 2]
+    assert all(reasons[-1] == "length" and not any(reasons[:-1]) for reasons in seen.values())
+
+
+@pytest.mark.parametrize("form", ["text", "ids", "list of ids"])
+async def test_prompt_forms(server: Served, openai: AsyncOpenAI, folder: Path, form: str) -> None:
+    ids = Tokenizer.from_folder(folder).encode("the lazy dog")
+    prompt = {"text": "the lazy dog", "ids": ids, "list of ids": [ids]}[form]
+    await openai.completions.create(model="tiny", prompt=prompt, max_tokens=1)  # type: ignore[arg-type]
+    assert server.engine.seen[0].prompt_token_ids == ids
+
+
+async def test_max_tokens_defaults_to_what_fits(server: Served, openai: AsyncOpenAI) -> None:
+    answer = await openai.completions.create(model="tiny", prompt=[5] * 200)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 56
+
+
+async def test_chat_logprobs(server: Served, openai: AsyncOpenAI, folder: Path) -> None:
+    say(server, folder, "é", end=False)  # two bytes, perhaps two tokens
+    tokens = server.engine.script(None)  # type: ignore[arg-type]
+    for stream in (False, True):
+        arguments = {
+            "model": "tiny",
+            "messages": MESSAGES,
+            "logprobs": True,
+            "top_logprobs": 3,
+            "max_tokens": len(tokens),
+        }
+        if stream:
+            events = await openai.chat.completions.create(**arguments, stream=True)  # type: ignore[call-overload]
+            found = [c.logprobs.content async for e in events for c in e.choices if c.logprobs]
+            content = [entry for part in found for entry in part]
+        else:
+            answer = await openai.chat.completions.create(**arguments)  # type: ignore[call-overload]
+            content = answer.choices[0].logprobs.content
+        assert len(content) == len(tokens)
+        raw = bytes(byte for entry in content for byte in entry.bytes)
+        assert raw.decode() == "é"
+        for entry in content:
+            assert entry.logprob == -1.0
+            assert [top.logprob for top in entry.top_logprobs] == [-0.5, -1.0, -9999.0]
+            assert entry.top_logprobs[1].token == entry.token
+
+
+async def test_completion_logprobs(server: Served, openai: AsyncOpenAI, folder: Path) -> None:
+    say(server, folder, "the lazy dog", end=False)
+    tokens = server.engine.script(None)  # type: ignore[arg-type]
+    answer = await openai.completions.create(model="tiny", prompt="x", logprobs=2, max_tokens=len(tokens))
+    found = answer.choices[0].logprobs
+    assert found is not None
+    assert found.tokens is not None
+    assert found.text_offset is not None
+    assert found.top_logprobs is not None
+    assert "".join(found.tokens) == "the lazy dog"
+    assert found.token_logprobs == [-1.0] * len(tokens)
+    assert found.text_offset == [sum(map(len, found.tokens[:i])) for i in range(len(tokens))]
+    assert all(token in top and len(top) == 2 for token, top in zip(found.tokens, found.top_logprobs, strict=True))
+    events = await openai.completions.create(model="tiny", prompt="x", logprobs=2, max_tokens=len(tokens), stream=True)
+    offsets = [o async for e in events if e.choices[0].logprobs for o in e.choices[0].logprobs.text_offset or []]
+    assert offsets == found.text_offset
+
+
+async def test_models(server: Served, openai: AsyncOpenAI) -> None:
+    models = await openai.models.list()
+    assert [model.id for model in models.data] == ["tiny", "alias/of-tiny"]
+    assert (await openai.models.retrieve("alias/of-tiny")).max_model_len == 256  # type: ignore[attr-defined]
+    with pytest.raises(api.NotFoundError):
+        await openai.models.retrieve("other")
+    assert (await openai.completions.create(model="alias/of-tiny", prompt="x", max_tokens=1)).model == "alias/of-tiny"
+
+
+async def test_errors_become_the_clients_exceptions(server: Served, openai: AsyncOpenAI) -> None:
+    with pytest.raises(api.NotFoundError) as unknown:
+        await openai.completions.create(model="gpt-4", prompt="x")
+    assert unknown.value.param == "model"
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(api.BadRequestError) as long:
+        await openai.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "word " * 500}])
+    assert long.value.param == "messages"
+    assert "at most 256 tokens" in str(long.value)
+
+
+async def test_engine_death_reaches_the_client(server: Served, openai: AsyncOpenAI) -> None:
+    server.engine.pause_s = 0.01
+    stream = await openai.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+    seen = 0
+    with pytest.raises(api.APIError, match=r"Worker_TP1 rank 1 .* killed by SIGKILL"):  # noqa: PT012
+        async for _ in stream:
+            seen += 1
+            if seen == 3:
+                server.engine.die()
+    with pytest.raises(api.InternalServerError) as dead:
+        await openai.completions.create(model="tiny", prompt="x")
+    assert dead.value.status_code == 503
+
+
+async def test_api_key(folder: Path) -> None:
+    async with served(folder, keys=["correct horse", "other"]) as server:
+        for key, fine in (("correct horse", True), ("other", True), ("wrong", False)):
+            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) as client:
+                if fine:
+                    assert (await client.models.list()).data
+                else:
+                    with pytest.raises(api.AuthenticationError):
+                        await client.models.list()

@@ -1,0 +1,193 @@
+"""Health, phases, metrics, pages, and what the end of the server looks like to clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from drumline.engine.protocol import ProcessState
+
+from .peer import ScriptedEngine, Served, make_ready, served
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HELLO = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+async def statuses(web: httpx.AsyncClient) -> dict[str, int]:
+    return {path: (await web.get(path)).status_code for path in ("/livez", "/startupz", "/readyz", "/health")}
+
+
+async def test_health_through_the_life_of_a_server(folder: Path) -> None:
+    async with (
+        served(folder, ready=False) as server,
+        httpx.AsyncClient(base_url=server.url) as web,
+    ):
+        assert await statuses(web) == {"/livez": 200, "/startupz": 503, "/readyz": 503, "/health": 503}
+        server.service.set_phase("converting 40%")
+        state = (await web.get("/startupz")).json()
+        assert state["status"] == "starting"
+        assert state["phase"] == "converting 40%"
+        assert state["processes"][0]["name"] == "APIServer_0"
+        refused = await web.post(CHAT, json=HELLO)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert "converting 40%" in refused.json()["error"]["message"]
+        assert (await web.get("/v1/models")).status_code == 200
+
+        make_ready(server.service, server.engine, folder)
+        assert set((await statuses(web)).values()) == {200}
+        rows = (await web.get("/startupz")).json()["processes"]
+        assert {"name": "Worker_TP0", "rank": 0, "phase": "ready"}.items() <= rows[1].items()
+
+        server.engine.die()
+        assert await statuses(web) == {"/livez": 200, "/startupz": 503, "/readyz": 503, "/health": 503}
+        state = (await web.get("/startupz")).json()
+        assert state["status"] == "failed"
+        assert "SIGKILL" in state["message"]
+
+
+async def test_seconds_in_phase_ignore_percentages(folder: Path) -> None:
+    engine = ScriptedEngine()
+    phases = ["load_model 10%"]
+    engine.processes = lambda: [ProcessState(name="Worker_TP0", rank=0, phase=phases[0])]  # type: ignore[method-assign]
+    async with served(folder, ready=False, engine=engine) as server:
+        server.service.engine = engine
+        server.service.startup_state()
+        await asyncio.sleep(0.15)
+        phases[0] = "load_model 90%"
+        assert server.service.startup_state().processes[0].seconds >= 0.1
+        phases[0] = "warm_up"
+        assert server.service.startup_state().processes[0].seconds < 0.1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_ends_requests_with_an_error(server: Served, web: httpx.AsyncClient, stream: bool) -> None:
+    server.engine.gate.clear()
+    waiting = asyncio.create_task(web.post(COMPLETION, json={"prompt": "x", "stream": stream}))
+    await server.engine.until(1)
+    server.service.stop()
+    answer = await waiting
+    assert answer.status_code == 503  # also for a stream: nothing of it was sent yet
+    assert "shutting down" in answer.json()["error"]["message"]
+    assert not server.engine.running
+    assert (await web.post(COMPLETION, json={"prompt": "x"})).status_code == 503
+
+
+@pytest.mark.parametrize("death", [False, True])
+async def test_end_in_mid_stream(server: Served, web: httpx.AsyncClient, death: bool) -> None:
+    server.engine.pause_s = 0.005
+    lines = []
+    async with web.stream("POST", COMPLETION, json={"prompt": "x", "stream": True}) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        async for line in answer.aiter_lines():
+            lines += [line] if line else []
+            if len(lines) == 3:
+                server.engine.die() if death else server.service.stop()
+    last = json.loads(lines[-1].removeprefix("data: "))
+    assert last["error"]["code"] == "service_unavailable"
+    assert ("SIGKILL" if death else "shutting down") in last["error"]["message"]
+    assert "data: [DONE]" not in lines
+
+
+async def test_a_fault_of_ours_is_a_plain_500(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(request: Any) -> list[int]:
+        raise ZeroDivisionError("secret detail")
+
+    async with (
+        served(folder, engine=ScriptedEngine(broken)) as server,
+        httpx.AsyncClient(base_url=server.url) as web,
+    ):
+        for stream in (False, True):
+            answer = await web.post(COMPLETION, json={"prompt": "x", "stream": stream})
+            assert answer.status_code == 500
+            assert answer.json()["error"]["code"] == "internal_error"
+            assert "secret" not in answer.text
+        assert (await web.get("/health")).status_code == 200
+    assert "secret detail" in caplog.text
+
+
+async def test_metrics(server: Served, web: httpx.AsyncClient) -> None:
+    await web.post(COMPLETION, json={"prompt": [5, 6, 7], "max_tokens": 4})
+    await web.get("/nothing/special")
+    answer = await web.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    text = answer.text
+    for line in (
+        'drumline:ready{model_name="tiny"} 1.0',
+        'drumline:num_requests_running{model_name="tiny"} 0.0',
+        'drumline:kv_cache_usage_perc{model_name="tiny"} 0.25',
+        'drumline:num_preemptions_total{model_name="tiny"} 3.0',
+        'drumline:prompt_tokens_total{model_name="tiny"} 3.0',
+        'drumline:generation_tokens_total{model_name="tiny"} 4.0',
+        'drumline:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+        'drumline:time_to_first_token_seconds_count{model_name="tiny"} 1.0',
+        'drumline:inter_token_latency_seconds_count{model_name="tiny"} 3.0',
+        'drumline:http_requests_total{handler="/v1/completions",method="POST",status="200"} 1.0',
+        # paths that clients make up are not kept apart
+        'drumline:http_requests_total{handler="other",method="GET",status="404"} 1.0',
+    ):
+        assert line in text, line
+    assert "process_resident_memory_bytes" in text
+
+
+async def test_pages_load_nothing_from_elsewhere(web: httpx.AsyncClient) -> None:
+    pending, seen = ["/", "/docs"], {}
+    while pending:
+        path = pending.pop()
+        answer = await web.get(path)
+        assert answer.status_code == 200, path
+        seen[path] = answer
+        if answer.headers["content-type"].startswith("text/html"):
+            found = re.findall(r'(?:src|href)="([^"]+)"', answer.text)
+            assert all(link.startswith("/") for link in found)
+            pending += [link for link in found if link not in seen and link not in pending]
+            # the policy forbids inline code and styles
+            assert not re.search(r"<script(?![^>]*src)|<style|\son\w+=|\sstyle=", answer.text)
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+        else:
+            assert not re.findall(r"https?://(?!www\.w3\.org)", answer.text), path
+    assert {"/page/chat.js", "/page/docs.js", "/page/style.css", "/openapi.json"} <= set(seen)
+
+
+async def test_openapi_is_whole(web: httpx.AsyncClient) -> None:
+    document = (await web.get("/openapi.json")).json()
+    schemas = document["components"]["schemas"]
+    for reference in re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)):
+        assert reference in schemas
+    body = schemas["ChatRequest"]
+    assert body["required"] == ["messages"]
+    assert body["properties"]["max_tokens"]["description"] == "Left out: as many as fit."
+    assert "refused" in body["properties"]["tools"]["description"]
+    for path in document["paths"]:
+        answer = await web.get(path.replace("{id}", "tiny"))
+        assert answer.status_code in (200, 405), path
+
+
+async def test_keys_guard_v1_only(folder: Path) -> None:
+    async with served(folder, keys=["k"]) as server, httpx.AsyncClient(base_url=server.url) as web:
+        for path in ("/health", "/livez", "/readyz", "/startupz", "/metrics", "/version", "/", "/docs"):
+            assert (await web.get(path)).status_code == 200, path
+        for headers in ({}, {"authorization": "Bearer x"}, {"authorization": "k"}, {"authorization": "Basic k"}):
+            answer = await web.get("/v1/models", headers=headers)
+            assert answer.status_code == 401
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert (await web.post(COMPLETION, content=b"{", headers=headers)).status_code == 401
+            assert (await web.get("/v1/unknown", headers=headers)).status_code == 401
+        assert (await web.get("/v1/models", headers={"authorization": "bearer k"})).status_code == 200
+
+
+async def test_head_and_date(web: httpx.AsyncClient) -> None:
+    answer = await web.head("/health")
+    assert answer.status_code == 200
+    assert answer.headers["date"].endswith("GMT")
+    assert (await web.get("/version")).json()["version"]
