@@ -14,11 +14,11 @@ from tests.processes.targets import TARGETS
 class House:
     """A fork server, a supervisor and what it told."""
 
-    def __init__(self, folder: Path, preload: tuple[str, ...] = (), env: dict[str, str | None] | None = None) -> None:
+    def __init__(self, folder: Path, preload: tuple[str, ...] = (), rung_s: float = 4.0) -> None:
         self.events: queue.Queue[MemberEvent] = queue.Queue()
         self.log = LogConfig.create(dir=str(folder), console_fd=-1)
-        self.server = ForkServer.start(preload, env, self.log)
-        self.supervisor = Supervisor(self.server, self.events.put, rung_s=0.3)
+        self.server = ForkServer.start(preload, log=self.log)
+        self.supervisor = Supervisor(self.server, self.events.put, rung_s=rung_s)
 
     def spawn(self, target: str, payload: bytes = b"", role: str = "Worker_0", **spec: object) -> Member:
         member = self.server.spawn(

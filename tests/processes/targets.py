@@ -33,9 +33,9 @@ def describe(context: ChildContext, payload: bytes) -> None:
     """Say what the process looks like from inside."""
     names = json.loads(payload) if payload else []
     fds = {}
-    for name in os.listdir("/proc/self/fd"):
+    for link in Path("/proc/self/fd").iterdir():
         try:
-            fds[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+            fds[int(link.name)] = str(link.readlink())
         except OSError:
             pass
     facts = {

@@ -116,8 +116,7 @@ def test_an_import_that_starts_a_thread_makes_children_be_executed(
     make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "starts_a_thread.py").write_text(
-        "import threading, ctypes\n"
-        "threading.Thread(target=threading.Event().wait, daemon=True, name='x').start()\n"
+        "import threading, ctypes\nthreading.Thread(target=threading.Event().wait, daemon=True, name='x').start()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     house = make_house(preload=("starts_a_thread",))
@@ -130,7 +129,7 @@ def test_an_import_that_starts_a_thread_makes_children_be_executed(
 
 def test_a_hundred_children_leave_no_descriptor(house: House) -> None:
     def descriptors(pid: int) -> int:
-        return len(os.listdir(f"/proc/{pid}/fd"))
+        return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
     house.ready(house.spawn("serve"))
     house.supervisor.shutdown()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from tests.processes.targets import TARGETS
 ROOT = Path(__file__).parents[2]
 PROGRAM = f"""
 import sys
-sys.path.insert(0, {str(ROOT)!r})
+sys.path[:0] = [{str(ROOT / "src")!r}, {str(ROOT)!r}]
 from drumline.processes import ForkServer, LogConfig, ProcessSpec, Supervisor
 for turn in range(2):
     server = ForkServer.start(log=LogConfig.create(dir={{folder!r}}))
@@ -73,25 +72,19 @@ def test_thread_that_ends_after_the_start(tmp_path: Path) -> None:
         supervisor.wait_all_ready([member], 30)
 
 
-def _in_daemon(folder: str) -> None:
-    log = LogConfig.create(dir=folder, console_fd=-1)
-    with ForkServer.start(log=log) as server, Supervisor(server) as supervisor:
-        member = server.spawn(ProcessSpec(role="Worker_0", target=f"{TARGETS}:serve"))
-        supervisor.add(member)
-        supervisor.wait_all_ready([member], 30)
-    os._exit(17)
-
-
 def test_daemonic_process(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_in_daemon, args=(str(tmp_path),), daemon=True)
-    process.start()
-    process.join(60)
-    assert process.exitcode == 17
-    process.close()
-    # The spawn method starts a resource tracker that would outlive this test.
-    from multiprocessing import resource_tracker
-
-    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+    program = PROGRAM.format(folder=str(tmp_path / "log"), ending=CLOSE)
+    outer = f"""
+import multiprocessing
+def inner():
+    exec({program!r})
+process = multiprocessing.get_context("fork").Process(target=inner, daemon=True)
+process.start()
+process.join(60)
+print("exit code", process.exitcode)
+"""
+    done = subprocess.run([sys.executable, "-c", outer], capture_output=True, text=True, timeout=90, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{EXPECTED}exit code 0\n", "")
 
 
 def test_a_fork_of_the_root_neither_holds_nor_ends_anything(house: House) -> None:

@@ -32,8 +32,8 @@ The child (``pkg/mod.py``)::
         context.send(b"...")                                   # MESSAGE event at the owner
         context.forkserver.spawn(...)                          # with forkserver_access; give it a Supervisor here too
 
-Events (``EventKind``): PHASE, READY, MESSAGE for each member; GONE when a process has ended (``member.exit`` has code
-or signal); FAILURE once for everything that failed within 150 ms, with the root cause first and the rest folded under
+Events (``EventKind``): PHASE (``member`` None: of the fork server), READY, MESSAGE for each member; GONE when a process
+has ended (``member.exit`` has code or signal); FAILURE once for everything that failed within 150 ms, with the root cause first and the rest folded under
 it. The end of a member that nobody asked to stop is a failure even with exit code 0. ``on_event`` must not block and
 must not call ``shutdown`` or ``wait_all_ready`` (it runs in the thread that they wait for): ``request_stop`` is for it.
 

@@ -173,7 +173,7 @@ class ForkServerProcess:
         if self.terminated:
             os._exit(128 + signal.SIGTERM)
         if _is_gone(self.root.pidfd) or _hung_up(self.root.conn.fd):
-            if not self._said_goodbye():
+            if not self._said_goodbye() and _is_gone(self.root.pidfd, timeout_s=_EXIT_WAIT_S):
                 print_report(self._root_report(), self.console_fd)
             os._exit(1)
 
@@ -255,7 +255,9 @@ class ForkServerProcess:
         client.gone = True
         if client.root:
             if self.ending is None:
-                print_report(self._root_report(), self.console_fd)
+                # Its sockets are closed a moment before its pidfd tells. A root that lives on dropped us on purpose.
+                if _is_gone(client.pidfd, timeout_s=_EXIT_WAIT_S):
+                    print_report(self._root_report(), self.console_fd)
                 self.exit_code = 1
                 self._end_all()
             self._drop_client(client)
@@ -476,10 +478,10 @@ def find_obstacles() -> list[str]:
     return found
 
 
-def _is_gone(pidfd: int) -> bool:
+def _is_gone(pidfd: int, timeout_s: float = 0.0) -> bool:
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(0))
+    return bool(poller.poll(timeout_s * 1000))
 
 
 def _hung_up(fd: int) -> bool:

@@ -163,8 +163,14 @@ class Console:
             return
         data = text.encode(errors="replace")
         room = _PIPE_BUF - len(self._prefix) - 1
-        for at in range(0, max(len(data), 1), room):
-            write_all(self._fd, self._prefix + data[at : at + room] + b"\n")
+        while True:
+            cut = min(room, len(data))
+            while cut < len(data) and data[cut] & 0xC0 == 0x80:  # in the middle of a character
+                cut -= 1
+            write_all(self._fd, self._prefix + data[:cut] + b"\n")
+            data = data[cut:]
+            if not data:
+                return
 
 
 def write_all(fd: int, data: bytes) -> None:

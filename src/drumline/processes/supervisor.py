@@ -16,12 +16,14 @@ import enum
 import logging
 import os
 import selectors
+import signal
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from drumline.errors import ChannelClosedError, FailureReport, StartupError
@@ -52,7 +54,7 @@ class MemberEvent:
 
     kind: EventKind
     member: Member | None = None
-    """None: a FAILURE of the fork server alone (or of the supervisor itself)."""
+    """None: PHASE of the fork server, or FAILURE of it alone (or of the supervisor itself)."""
     phase: str = ""
     """PHASE."""
     data: bytes = b""
@@ -61,13 +63,6 @@ class MemberEvent:
     """FAILURE: the root cause with everything of the same moment folded under it. GONE: its own failure, if any."""
     members: tuple[Member, ...] = ()
     """FAILURE: all members that are part of it."""
-
-
-@dataclass
-class _Request:
-    """Something that another thread wants done in the supervisor's thread."""
-
-    action: Callable[[], None]
 
 
 class Supervisor:
@@ -180,6 +175,28 @@ class Supervisor:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def stacks(self, members: Sequence[Member], timeout_s: float = 1.0) -> dict[int, str]:
+        """Python stacks of all threads of each member, by its key; also of those that hang in C code with the GIL held.
+
+        They are dumped into its log file (SIGUSR1, faulthandler). One that cannot (stopped, say) gives its state and
+        the kernel function that it waits in.
+        """
+        starts = {member.key: _size(member.log_file) for member in members}
+        for member in members:
+            member.signal(signal.SIGUSR1)
+        found: dict[int, str] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(found) < len(members) and time.monotonic() < deadline:
+            time.sleep(0.05)  # a file tells nobody that it has grown, and a dump is done in less than this
+            for member in members:
+                if member.key not in found and (text := _read_from(member.log_file, starts[member.key])):
+                    found[member.key] = text
+        for member in members:
+            if member.key not in found:
+                state, channel = linux.process_state(member.pid), linux.wait_channel(member.pid)
+                found[member.key] = f"no stack: state {state or 'gone'}, waits in {channel or '(unknown)'}"
+        return found
 
     # ---- waiting ----
 
@@ -341,12 +358,11 @@ class Supervisor:
     def _on_server_message(self, server: ForkServer, message: m.ToClient, fds: list[int]) -> None:
         match message:
             case m.ServerPhase():
-                server.phase, server.log_file = message.text, message.log_file or server.log_file
-                self._feed(c.ServerProgressed(message.text))
+                server.log_file = message.log_file or server.log_file
+                self._on_server_phase(server, message.text)
             case m.ServerReady():
-                server.phase = "ready"
                 server.obstacles, server.import_seconds = message.obstacles, message.seconds
-                self._feed(c.ServerProgressed("ready"))
+                self._on_server_phase(server, "ready")
             case m.ServerFailed():
                 self._server_gone(server, message.report)
             case m.Spawned():
@@ -357,6 +373,11 @@ class Supervisor:
             case m.Exited():
                 how = c.Exit(message.code, message.signal, message.oom)
                 self._feed(c.ExitTold(message.key, how, message.time))
+
+    def _on_server_phase(self, server: ForkServer, phase: str) -> None:
+        server.phase = phase
+        self._feed(c.ServerProgressed(phase))
+        self._emit(MemberEvent(kind=EventKind.PHASE, phase=phase))
 
     def _on_spawned(self, server: ForkServer, message: m.Spawned, pidfd: int) -> None:
         member = server.members.get(message.key)
@@ -544,3 +565,19 @@ class Supervisor:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+
+def _size(path: str) -> int:
+    try:
+        return Path(path).stat().st_size
+    except OSError:
+        return 0
+
+
+def _read_from(path: str, start: int) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            file.seek(start)
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
