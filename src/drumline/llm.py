@@ -253,14 +253,13 @@ class LLM:
     def _take_in(self, owner: Mapping[str, OutputAssembler], left: int, progress: _Progress) -> None:
         while left:
             for output in self._client.poll():
-                assembler = owner.get(output.request_id)
-                if assembler is None or assembler.finished:
-                    continue  # of requests that were aborted
-                new = assembler.push(output)
+                assembler = owner.get(output.request_id)  # None: of requests that were aborted
+                new = None if assembler is None else assembler.push(output)
+                if assembler is None or new is None:
+                    continue
+                progress.tokens(len(new.token_ids))
                 if aborts := assembler.take_aborts():
                     self._client.abort(aborts)
-                if new is not None:
-                    progress.tokens(len(new.token_ids))
                 if assembler.finished:
                     left -= 1
                     progress.one_done()

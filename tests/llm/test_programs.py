@@ -1,0 +1,198 @@
+"""LLM in whole programs: scripts without a main guard, ``python -c``, stdin, threads, ctrl-C, kills, several LLMs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from .conftest import SMALL
+
+TIMEOUT_S = 100
+HEAD = "import json, os, signal, sys, threading\nfrom drumline import LLM, SamplingParams\n"
+
+
+def program(model_path: Path, text: str) -> str:
+    # No main guard: a start method that runs the program again would never come to an end.
+    options = f"MODEL, SMALL = {str(model_path)!r}, {SMALL!r}\n"
+    greedy = "GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)\n"
+    return HEAD + options + greedy + textwrap.dedent(text)
+
+
+def run(command: list[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def last_json(found: subprocess.CompletedProcess[str]) -> Any:
+    assert found.stdout.strip(), found.stderr
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def wait_gone(pids: list[int], limit_s: float = 5.0) -> None:
+    alive = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, left = psutil.wait_procs([p for p in alive if p.status() != psutil.STATUS_ZOMBIE], timeout=limit_s)
+    assert not left, left
+
+
+def test_script_with_two_sizes_at_once_in_threads(model_path: Path, tmp_path: Path) -> None:
+    """Both alive together, one made in a thread that ends, one never closed; a forked child does no harm."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        program(
+            model_path,
+            """
+            made, failed = {}, []
+
+            def make(tp):
+                try:
+                    made[tp] = LLM(MODEL, tensor_parallel_size=tp, **SMALL)
+                except BaseException as error:
+                    failed.append(error)
+
+            threads = [threading.Thread(target=make, args=(tp,)) for tp in (1, 2)]
+            for thread in threads: thread.start()
+            for thread in threads: thread.join()
+            if failed: raise failed[0]
+            tokens = {}
+
+            def use(tp):
+                tokens[tp] = made[tp].generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+            threads = [threading.Thread(target=use, args=(tp,)) for tp in (1, 2, 1)]
+            for thread in threads: thread.start()
+            for thread in threads: thread.join()
+            pids = {tp: [p.pid for p in made[tp].processes()[1:]] for tp in (1, 2)}
+            del made[1]  # collected: its processes end
+            if os.fork() == 0:
+                try:
+                    made[2].generate([5], GREEDY)
+                except RuntimeError as error:
+                    sys.exit(7 if "forked" in str(error) else 1)
+            child = os.waitstatus_to_exitcode(os.wait()[1])
+            use(2)
+            print(json.dumps({"tokens": tokens, "pids": pids, "child": child,
+                              "alive": [os.path.exists(f"/proc/{pid}") for pid in pids[1]]}))
+            """,
+        )
+    )
+    found = run([sys.executable, "-W", "ignore::DeprecationWarning", str(script)])
+    assert found.returncode == 0, found.stderr
+    answer = last_json(found)
+    assert answer["tokens"]["1"] == answer["tokens"]["2"]
+    assert len(answer["tokens"]["1"]) == 12
+    assert answer["child"] == 7
+    assert not any(answer["alive"])
+    assert [len(answer["pids"][tp]) for tp in ("1", "2")] == [2, 4]
+    wait_gone(answer["pids"]["2"])
+
+
+def test_stdin_ctrl_c_and_the_programs_death(model_path: Path) -> None:
+    """ctrl-C in generate leaves the LLM usable; when the program is killed nothing stays."""
+    text = program(
+        model_path,
+        """
+        llm = LLM(MODEL, **SMALL)
+        long = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True)
+
+        class Bar:  # the first prompt is done: the engine is in the middle of the others
+            def __init__(self, **_): pass
+            def close(self): pass
+            def update(self, n): threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+        interrupted = False
+        try:
+            llm.generate([[5], [6], [7]], [SamplingParams(max_tokens=1), long, long], use_tqdm=Bar)
+        except KeyboardInterrupt:
+            interrupted = True
+        tokens = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        print(json.dumps({"interrupted": interrupted, "tokens": tokens, "pids": [p.pid for p in llm.processes()[1:]]}))
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    found = run([sys.executable, "-"], text)
+    assert found.returncode == -signal.SIGKILL, found.stderr
+    answer = last_json(found)
+    assert answer["interrupted"]
+    assert len(answer["tokens"]) == 12
+    wait_gone(answer["pids"])
+
+
+@pytest.mark.parametrize("victim", ["Worker_TP1", "EngineCore_DP0"])
+def test_command_line_and_the_death_of_a_process(model_path: Path, victim: str) -> None:
+    """One exception that names who died and how; then the LLM refuses, and the program ends as it likes."""
+    text = program(
+        model_path,
+        f"""
+        import time
+        from drumline.errors import EngineDeadError
+        llm = LLM(MODEL, tensor_parallel_size=2, **SMALL)
+        pids = {{p.name: p.pid for p in llm.processes()}}
+
+        class Bar:
+            def __init__(self, **_): pass
+            def close(self): pass
+            def update(self, n):
+                self.__class__.killed = time.monotonic()
+                os.kill(pids[{victim!r}], signal.SIGKILL)
+
+        said = []
+        long = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True)
+        for _ in range(2):
+            try:
+                llm.generate([[5], [6]], [SamplingParams(max_tokens=1), long], use_tqdm=Bar)
+            except EngineDeadError as error:
+                said.append(str(error))
+        waited = time.monotonic() - Bar.killed
+        print(json.dumps({{"said": said, "waited": waited, "pids": list(pids.values())[1:]}}))
+        """,
+    )
+    found = run([sys.executable, "-c", text])
+    assert found.returncode == 0, found.stderr
+    answer = last_json(found)
+    assert len(answer["said"]) == 2
+    assert all(victim in said and "SIGKILL" in said for said in answer["said"])
+    assert answer["waited"] < 2
+    wait_gone(answer["pids"])
+
+
+def test_ctrl_c_during_the_start(model_path: Path) -> None:
+    text = program(
+        model_path,
+        """
+        print("go", flush=True)
+        try:
+            LLM(MODEL, tensor_parallel_size=2, **SMALL)
+        except KeyboardInterrupt:
+            sys.exit(5)
+        """,
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "go\n"
+        root = psutil.Process(running.pid)
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (children := root.children(recursive=True)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)  # a child of a child makes no event that this process could wait for
+        running.send_signal(signal.SIGINT)
+        _, stderr = running.communicate(timeout=TIMEOUT_S)
+    assert running.returncode == 5, stderr
+    wait_gone([child.pid for child in children])
+
+
+def test_importing_costs_nothing() -> None:
+    code = "import sys, drumline; sys.exit(' '.join({'torch', 'zmq', 'tokenizers'} & set(sys.modules)) or 0)"
+    assert run([sys.executable, "-c", code]).returncode == 0
+    assert os.getpid()
