@@ -33,9 +33,10 @@ The child (``pkg/mod.py``)::
         context.forkserver.spawn(...)                          # with forkserver_access; give it a Supervisor here too
 
 Events (``EventKind``): PHASE (``member`` None: of the fork server), READY, MESSAGE for each member; GONE when a process
-has ended (``member.exit`` has code or signal); FAILURE once for everything that failed within 150 ms, with the root cause first and the rest folded under
-it. The end of a member that nobody asked to stop is a failure even with exit code 0. ``on_event`` must not block and
-must not call ``shutdown`` or ``wait_all_ready`` (it runs in the thread that they wait for): ``request_stop`` is for it.
+has ended (``member.exit`` has code or signal); FAILURE once for everything that failed within 150 ms, with the root
+cause first and the rest folded under it. The end of a member that nobody asked to stop is a failure even with exit
+code 0. ``on_event`` must not block and must not call ``shutdown`` or ``wait_all_ready`` (it runs in the thread that
+they wait for): ``request_stop`` is for it.
 
 A fork server serves one Supervisor in each process at a time. Descriptors in ``ProcessSpec.fds`` are duplicated by
 ``spawn``: the caller closes its own when it likes. No child gets any descriptor beyond its connection and these.
