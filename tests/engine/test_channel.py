@@ -161,7 +161,8 @@ def test_merge_keeps_what_both_say():
     second = out("a", 4, [2], "stop")
     second.logprobs = [None]
     second.stop_reason = 2
-    both = merge(first, second)
+    merge(first, second)
+    both = first
     assert (both.first_index, both.token_ids, both.logprobs) == (3, [1, 2], [TokenLogprobs(-1.0, 1), None])
     assert (both.finish_reason, both.stop_reason, both.num_cached_tokens) == ("stop", 2, 16)
 

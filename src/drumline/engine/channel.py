@@ -59,18 +59,13 @@ class _JustId(msgspec.Struct):
     request_id: str = ""
 
 
-def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two consecutive outputs of one request as one."""
-    return RequestOutput(
-        request_id=first.request_id,
-        first_index=first.first_index,
-        token_ids=first.token_ids + second.token_ids,
-        logprobs=first.logprobs + second.logprobs,
-        finish_reason=second.finish_reason,
-        stop_reason=second.stop_reason,
-        num_cached_tokens=max(first.num_cached_tokens, second.num_cached_tokens),
-        message=second.message,
-    )
+def merge(first: RequestOutput, second: RequestOutput) -> None:
+    """Add an output of a request to the one before it, in place: appending to a long one must not copy it."""
+    first.token_ids.extend(second.token_ids)
+    first.logprobs.extend(second.logprobs)
+    first.finish_reason, first.stop_reason = second.finish_reason, second.stop_reason
+    first.num_cached_tokens = max(first.num_cached_tokens, second.num_cached_tokens)
+    first.message = second.message
 
 
 class Backlog:
@@ -91,8 +86,9 @@ class Backlog:
             return
         self._stats = message.stats
         for output in message.outputs:
-            held = self._outputs.get(output.request_id)
-            self._outputs[output.request_id] = output if held is None else merge(held, output)
+            held = self._outputs.setdefault(output.request_id, output)
+            if held is not output:
+                merge(held, output)
 
     def take(self) -> Outgoing | None:
         """The next message to send; None if there is none."""

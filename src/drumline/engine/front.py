@@ -98,7 +98,10 @@ class Stream:
             output.logprobs = output.logprobs[known:]
             output.first_index = self._next_index
         self._next_index = output.first_index + len(output.token_ids)
-        self._pending = output if self._pending is None else merge(self._pending, output)
+        if self._pending is None:
+            self._pending = output
+        else:
+            merge(self._pending, output)
         self.finished = self.finished or output.finish_reason is not None
 
     def end(self, request_id: str, reason: str) -> None:
