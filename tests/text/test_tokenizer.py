@@ -12,50 +12,7 @@ import pytest
 from drumline.errors import ConfigError, RequestError
 from drumline.text.tokenizer import Tokenizer, read_eos_token_ids, read_sampling_defaults
 
-from .reference import ask
-from .vocab import TEXTS, byte_level_folder
-
-SAMPLES = [
-    *TEXTS,
-    "",
-    " ",
-    "  a  b ",
-    "<|im_start|>user\nhi<|im_end|>",
-    "</s> <s>",
-    "fox<tool> dog<x y>!<done>",
-    "\u200d🎉\x00",
-    "a" * 500,
-]
-
-
-def check_like_transformers(ours: Tokenizer, texts: list[dict[str, Any]], facts: dict[str, Any]) -> None:
-    for row in texts:
-        assert ours.encode(row["text"], add_special_tokens=row["special"]) == row["ids"], row
-        for skip in (True, False):
-            assert ours.decode(row["ids"], skip_special_tokens=skip) == row["decoded"][str(skip)], row
-    assert ours.vocab_size == facts["vocab_size"]
-    assert ours.special_tokens == facts["special_tokens"]
-    assert [ours.bos_token_id, ours.eos_token_id, ours.pad_token_id] == facts["ids"]
-    assert sorted(ours.special_token_ids) == facts["special_ids"]
-
-
-def test_same_as_transformers(byte_level_path: Path, byte_fallback_path: Path, tmp_path: Path) -> None:
-    """Both kinds, and a folder whose configuration adds tokens."""
-    added_path = shutil.copytree(byte_level_path, tmp_path / "m")
-    config = json.loads((added_path / "tokenizer_config.json").read_text())
-    size = Tokenizer.from_folder(added_path).vocab_size
-    added = {str(size): {"content": "<tool>", "special": True}, str(size + 1): {"content": "<x y>", "special": False}}
-    config |= {"added_tokens_decoder": added, "eos_token": "<done>"}
-    (added_path / "tokenizer_config.json").write_text(json.dumps(config))
-
-    folders = [byte_level_path, byte_fallback_path, added_path]
-    jobs: list[dict[str, Any]] = []
-    for folder in folders:
-        jobs.append({"folder": str(folder), "call": "texts", "arguments": {"samples": SAMPLES}})
-        jobs.append({"folder": str(folder), "call": "facts"})
-    answers = ask(jobs)
-    for folder, texts, facts in zip(folders, answers[::2], answers[1::2], strict=True):
-        check_like_transformers(Tokenizer.from_folder(folder), texts, facts)
+from .vocab import byte_level_folder
 
 
 def test_special_tokens_map_of_older_folders(byte_level_path: Path, tmp_path: Path) -> None:

@@ -23,6 +23,100 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+TOOLS_TEMPLATE = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n\\n' }}
+    {%- endif %}
+    {{- "# Tools\\n<tools>" }}
+    {%- for tool in tools %}
+        {{- "\\n" }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == "system" and loop.first %}{% continue %}{% endif %}
+    {%- if message.role == "user" or message.role == "system" %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set content = message.content or '' %}
+        {%- generation %}
+        {{- '<|im_start|>' + message.role + '\\n' + content.lstrip('\\n') }}
+        {%- if message.tool_calls %}
+            {%- for tool_call in message.tool_calls %}
+                {%- if tool_call.function %}{%- set tool_call = tool_call.function %}{%- endif %}
+                {{- '\\n<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}
+                {{- tool_call.arguments | tojson }}
+                {{- '}\\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+        {%- endgeneration %}
+    {%- elif message.role == "tool" %}
+        {{- '<tool_response>\\n' + message.content + '\\n</tool_response>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+STRICT_TEMPLATE = """\
+{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{% for message in messages %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {% endif %}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}
+{% endfor %}
+{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}
+"""
+MACRO_TEMPLATE = """\
+{%- macro turn(role, text) -%}[{{ role|upper }}] {{ text|default('-', true)|replace('\\n', ' / ') }}{%- endmacro -%}
+{%- set names = {'user': 'U', 'assistant': 'A', 'system': 'S'} -%}
+{%- for m in messages -%}
+{{ turn(names.get(m.role, m.role), m.content) }}{{ ', '.join(['x', 'y']) if loop.last else ' | ' }}
+{%- if loop.index > 30 %}{% break %}{% endif -%}
+{%- endfor -%}
+{{ '%s-%d' % (messages|length, 3) }} {{ "{:>4}".format(messages|length) }} {{ strftime_now('%Y') }}
+{{ dict(a=1, b=[1, 2])|tojson(indent=2) }} {{ documents|length if documents else 'none' }}
+{{ messages|map(attribute='role')|join('+') }} {{ ('ab' * 3) ~ 4 }} {{ 2 ** 10 + 7 % 4 }}
+"""
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "What is the capital of France?"}],
+    [
+        {"role": "system", "content": 'Be brief & "kind" <b>'},
+        {"role": "user", "content": "Hi\n there"},
+        {"role": "assistant", "content": "Hello 🎉"},
+        {"role": "user", "content": "東京?"},
+    ],
+    [
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "get", "arguments": {"city": "Paris", "n": 1}}}],
+        },
+        {"role": "tool", "content": "sunny"},
+    ],
+]
+TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {"é": {}}}}}
+
 
 def byte_level_folder(folder: Path, vocab_size: int = 420, **config: Any) -> Path:
     """Byte-level BPE with ChatML tokens, as SmolLM2 and Qwen have it."""

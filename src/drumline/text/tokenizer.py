@@ -44,7 +44,7 @@ class Tokenizer:
         """The object of the ``tokenizers`` library."""
         self.special_tokens = dict(special_tokens)
         """Such as ``{"bos_token": "<s>"}``; chat templates see these names."""
-        eos = self.token_to_id(self.special_tokens.get("eos_token"))
+        eos = self.token_to_id(self.eos_token)
         self.eos_token_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *eos_token_ids]))
         """All tokens that end an output."""
         self._templates = dict(templates or {})
@@ -77,15 +77,28 @@ class Tokenizer:
         """Number of tokens, added ones included."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    @property
+    def bos_token(self) -> str | None:
+        """Text of the token that begins a sequence, if there is one."""
+        return self.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        """Text of the tokenizer's own end-of-sequence token."""
+        return self.special_tokens.get("eos_token")
+
     @functools.cached_property
     def bos_token_id(self) -> int | None:
         """Token that begins a sequence, if there is one."""
-        return self.token_to_id(self.special_tokens.get("bos_token"))
+        return self.token_to_id(self.bos_token)
 
     @functools.cached_property
     def eos_token_id(self) -> int | None:
         """The tokenizer's own end-of-sequence token; all that end an output: ``eos_token_ids``."""
-        return self.token_to_id(self.special_tokens.get("eos_token"))
+        return self.token_to_id(self.eos_token)
 
     @functools.cached_property
     def pad_token_id(self) -> int | None:
@@ -193,6 +206,13 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Any], **kwargs: Any) -> list[int]:
         """Token ids of a conversation; keywords as :meth:`render_chat`."""
         return self.encode(self.render_chat(messages, **kwargs), add_special_tokens=False)
+
+    def apply_chat_template(
+        self, conversation: Sequence[Any], *, tokenize: bool = True, add_generation_prompt: bool = False, **kwargs: Any
+    ) -> str | list[int]:
+        """Text or token ids of a conversation, under the name and with the defaults that transformers' users know."""
+        text = self.render_chat(conversation, add_generation_prompt=add_generation_prompt, **kwargs)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
 @functools.lru_cache(maxsize=16)
