@@ -21,6 +21,7 @@ import torch
 from drumline.parallel.groups import init_groups
 from drumline.parallel.layout import GroupKind, Layout
 from drumline.parallel.rendezvous import create_rendezvous
+from drumline.platforms import CudaPlatform
 
 
 def collectives(rank: int, size: int, method: str) -> dict[str, Any]:
@@ -133,6 +134,55 @@ def absent(rank: int, size: int, method: str) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001  torch raises different classes for it
         return {"error": type(error).__name__}
     return {}
+
+
+def gpus(rank: int, size: int, method: str) -> dict[str, Any]:
+    """A TP group of GPUs: tensors on the device over NCCL, objects and barriers over gloo, also in a CUDA graph."""
+    platform = CudaPlatform()
+    os.environ.update(platform.worker_environment(os.environ))
+    device = platform.set_device(rank)
+    groups = init_groups(Layout(tp=size), rank, method, "nccl", 60, device=device)
+    tp = groups.tp
+    sizes = list(range(1, size + 1))
+    own = torch.full((2, sizes[rank]), float(rank), device=device)
+    result = {
+        "sum": tp.all_reduce(torch.full((3,), float(rank + 1), device=device)).tolist(),
+        "cpu_sum": tp.all_reduce(torch.ones(1)).item(),
+        "uneven": tp.all_gather(own, -1, sizes)[0].tolist(),
+        "broadcast": tp.broadcast(torch.tensor([rank], device=device), src=size - 1).item(),
+        "object": tp.broadcast_object("hello" if rank == 0 else None),
+        "received": _gpu_pass(tp, device),
+    }
+    static, graph = torch.ones(4, device=device), torch.cuda.CUDAGraph()
+    platform.synchronize()
+    with torch.cuda.graph(graph):
+        tp.all_reduce(static)
+    static.fill_(2.0)
+    graph.replay()
+    platform.synchronize()
+    result["graph"] = static.tolist()
+    del graph  # NCCL would wait for it when the groups are closed
+    tp.barrier()
+    result["contexts"] = torch.cuda.device_count() >= size and _contexts(size, rank)
+    result["listeners"] = sorted(
+        {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    )
+    groups.close()
+    return result
+
+
+def _gpu_pass(group: Any, device: torch.device) -> float:
+    value = torch.zeros(1, device=device)
+    if group.is_first:
+        group.send(value + 7)
+    elif group.rank_in_group == 1:
+        group.recv(value)
+    return value.item()
+
+
+def _contexts(size: int, rank: int) -> list[int]:
+    """Devices on which this process holds memory."""
+    return [index for index in range(size) if torch.cuda.memory_reserved(index)]
 
 
 def main(function: Callable[[int, int, str], dict[str, Any]], size: int) -> int:

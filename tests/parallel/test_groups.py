@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from drumline.platforms import resolve_platform
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -74,6 +78,22 @@ def test_a_peer_that_does_not_come_is_a_timeout(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_joins_is_a_timeout(tmp_path: Path) -> None:
     assert "error" in run("absent", 2, tmp_path)[0]
+
+
+@pytest.mark.skipif(len(resolve_platform().device_table().devices) < 2, reason="no two GPUs on this machine")
+def test_two_gpus(tmp_path: Path) -> None:
+    for rank, got in enumerate(run("gpus", 2, tmp_path)):
+        assert got == {
+            "sum": [3.0] * 3,
+            "cpu_sum": 2.0,
+            "uneven": [0.0, 1.0, 1.0],
+            "broadcast": 1,
+            "object": "hello",
+            "received": 7.0 * rank,
+            "graph": [4.0] * 4,
+            "contexts": [rank],
+            "listeners": ["127.0.0.1"],
+        }, rank
 
 
 def test_world_of_one_needs_no_process_group() -> None:

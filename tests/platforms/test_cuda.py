@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -153,3 +154,49 @@ def test_all_sources_agree_on_a_real_machine_and_leave_no_device_open() -> None:
     if proc:
         assert {gpu.uuid for gpu in nvml} <= {gpu.uuid for gpu in proc}  # /proc shows those of other containers too
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd).startswith("/dev/nvidia")]
+
+
+AS_TORCH_SEES_IT = """
+import json, os, sys
+from drumline.platforms.cuda import CudaPlatform
+platform = CudaPlatform()
+table = platform.device_table()
+assert "torch" not in sys.modules
+os.environ.update(platform.worker_environment(os.environ))
+import torch
+assert not platform.device_initialised()
+ours, theirs = [], []
+for device in table.devices:
+    platform.set_device(device.index)
+    seen = torch.cuda.get_device_properties(device.index)
+    ours.append([device.uuid, device.name])
+    theirs.append(["GPU-" + str(seen.uuid), seen.name])
+    free, total = platform.memory(device.index)
+    assert 0 < free <= total <= device.memory, (free, total, device)
+assert len(theirs) == torch.cuda.device_count()
+assert platform.device_initialised() or not ours
+if ours:
+    platform.synchronize(); platform.empty_cache()
+print(json.dumps([ours, theirs]))
+"""
+
+
+@pytest.mark.skipif(not find_gpus(), reason="no NVIDIA GPU on this machine")
+def test_the_table_is_what_torch_sees_in_a_worker() -> None:
+    uuids = [gpu.uuid for gpu in find_gpus()]
+    choices = [None, ",".join(reversed(uuids)), f"{uuids[0][:12]},-1", "-1"]
+    for tokens in choices:
+        environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        if tokens is not None:
+            environ["CUDA_VISIBLE_DEVICES"] = tokens
+        done = subprocess.run(
+            [sys.executable, "-c", AS_TORCH_SEES_IT],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        ours, theirs = json.loads(done.stdout)
+        assert ours == theirs

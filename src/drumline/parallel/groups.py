@@ -25,13 +25,10 @@ A peer that dies makes pending operations of gloo raise at once; one that is sto
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -262,7 +259,10 @@ class Groups:
         return self[GroupKind.EP]
 
     def close(self) -> None:
-        """Give up all connections and threads. Idempotent; not a collective: peers that still wait get an error."""
+        """Give up all connections and threads. Idempotent; not a collective: peers that still wait get an error.
+
+        CUDA graphs that captured operations of these groups must be gone before: NCCL waits for them without end.
+        """
         backends = {}
         for coordinator in self._coordinators.values():
             for backend in (coordinator.device_group, coordinator.cpu_group):
@@ -349,11 +349,12 @@ class _Maker:
         options._devices = [self.gloo_device]
         options._timeout = self.timeout
         options._threads = 1
-        with _quiet():
-            return _c10d.ProcessGroupGloo(store, place, size, options)
+        return _c10d.ProcessGroupGloo(store, place, size, options)
 
     def _device(self, store: Any, place: int, size: int) -> Any:
         if self.backend == "nccl":
+            # Point-to-point operations here run in the order of all others, which is what this warns of.
+            os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
             options = _c10d.ProcessGroupNCCL.Options()
             options._timeout = self.timeout
             group = _c10d.ProcessGroupNCCL(store, place, size, options)
@@ -370,30 +371,6 @@ class _Maker:
 
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-_quiet_lock = threading.Lock()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep gloo's "[Gloo] Rank 0 is connected to ..." off the console: C++ code that knows no option for it.
-
-    Descriptor 1 of the process points to /dev/null meanwhile, so other threads' prints are lost too: milliseconds,
-    in a worker that is starting.
-    """
-    libc = ctypes.CDLL(None)
-    with _quiet_lock:
-        sys.stdout.flush()
-        libc.fflush(None)
-        saved = os.dup(1)
-        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.dup2(null, 1)
-            yield
-        finally:
-            libc.fflush(None)  # stdio buffers whole pages where stdout is a file: out with them before it is restored
-            os.dup2(saved, 1)
-            os.close(saved)
-            os.close(null)
 
 
 def _options(kind: Any, op: Any) -> Any:
