@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import pytest
+
+from drumline.cli import args
+from drumline.cli.main import main
+from drumline.config import EngineConfig, ServerConfig
+from drumline.errors import ConfigError
+
+
+def parsed(*argv: str) -> tuple[EngineConfig, ServerConfig]:
+    parser = args.Parser(prog="drumline serve")
+    args.add_flags(parser)
+    return args.configs(args.parse(parser, argv))
+
+
+def refused(*argv: str) -> str:
+    parser = args.Parser(prog="drumline serve")
+    args.add_flags(parser)
+    namespace = args.parse(parser, argv)
+    with pytest.raises(ConfigError) as e:
+        args.refuse_unbuilt(namespace, *args.configs(namespace))
+    return str(e.value)
+
+
+def test_nothing_given_is_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DRUMLINE_API_KEY", raising=False)
+    assert parsed() == (EngineConfig(), ServerConfig())
+
+
+def test_names_of_vllm() -> None:
+    model = "some/model -tp 4 -pp 2 -dp 3 -pcp 2 -dcp 2 --max-model-len 8k --max-num-seqs=7 --dtype bfloat16"
+    other = "--host ::1 --port 0 --api-key a --api-key b --served-model-name x y --kv-cache-memory-bytes 512MiB"
+    engine, server = parsed(*model.split(), *other.split())
+    parallel = engine.parallel
+    assert engine.model.model == "some/model"
+    assert (parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.data_parallel_size) == (4, 2, 3)
+    assert (parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) == (2, 2)
+    assert engine.model.max_model_len == 8000
+    assert engine.scheduler.max_num_seqs == 7
+    assert engine.model.served_model_name == ("x", "y")
+    assert engine.cache.kv_cache_memory_bytes == 512 << 20
+    assert server == ServerConfig(host="::1", port=0, api_key=("a", "b"))
+
+
+def test_both_spellings_and_switches() -> None:
+    engine, _ = parsed(
+        "--tensor_parallel_size=2", "--max_model_len", "5", "--no-enable-prefix-caching", "--enforce_eager"
+    )
+    assert engine.parallel.tensor_parallel_size == 2
+    assert engine.model.max_model_len == 5
+    assert not engine.cache.enable_prefix_caching
+    assert engine.model.enforce_eager
+    assert parsed("--enable-prefix-caching")[0].cache.enable_prefix_caching
+
+
+def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRUMLINE_API_KEY", "secret")
+    assert parsed()[1].api_key == ("secret",)
+    assert parsed("--api-key", "other")[1].api_key == ("other",)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("7", 7), ("4k", 4000), ("4K", 4096), ("2m", 2_000_000), ("1G", 1 << 30), ("-1", -1)]
+)
+def test_counts(text: str, value: int) -> None:
+    assert args.count(text) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("5", 5),
+        ("512MiB", 512 << 20),
+        ("512M", 512 << 20),
+        ("512MB", 512_000_000),
+        ("1.5G", 3 << 29),
+        ("2g", 2 * 10**9),
+    ],
+)
+def test_sizes(text: str, value: int) -> None:
+    assert args.size(text) == value
+
+
+@pytest.mark.parametrize(
+    "argv", [["--max-model-len", "many"], ["--kv-cache-memory-bytes", "1 GB"], ["--dtype", "int3"]]
+)
+def test_values_that_are_none(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        parsed(*argv)
+    assert e.value.code == 2
+    error = capsys.readouterr().err
+    assert argv[0] in error
+    assert error.count("\n") == 2
+
+
+def test_an_unknown_flag_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, nearest in (("--tensor-paralel-size", "--tensor-parallel-size"), ("--max_len", "--max-model-len")):
+        with pytest.raises(SystemExit) as e:
+            parsed(given, "2")
+        assert e.value.code == 2
+        assert f"did you mean {nearest}?" in capsys.readouterr().err
+
+
+def test_abbreviations_are_not_guessed() -> None:
+    with pytest.raises(SystemExit):
+        parsed("--tensor", "2")
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (["-pp", "2"], ["--pipeline-parallel-size"]),
+        (["-dp", "2", "-tp", "2"], ["--data-parallel-size"]),
+        (["-pcp", "2"], ["--prefill-context-parallel-size"]),
+        (["-tp", "2", "-dcp", "2"], ["--decode-context-parallel-size"]),
+        (["--nnodes", "2", "-tp", "2", "--master-addr", "x"], ["--nnodes"]),
+        (["--headless", "--numa-bind"], ["--headless", "--numa-bind"]),
+        (["--api-server-count", "2"], ["--api-server-count"]),
+        (["-tp", "2", "--distributed-executor-backend", "ray"], ["ray"]),
+        (["--data-parallel-address", "x"], ["--data-parallel-address"]),
+    ],
+)
+def test_what_serve_cannot_do_yet(argv: list[str], names: list[str]) -> None:
+    message = refused(*argv)
+    assert "not built yet" in message
+    assert all(name in message for name in names)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["serve", "-pp", "2"], 2, "not built yet"),
+        (["serve", "a", "--model", "b"], 2, "one of them"),
+        (["serve", "-tp", "0"], 2, "--tensor-parallel-size"),
+        (["serve", "--port", "99999"], 2, "--port"),
+        (["serve", "--host", "no.such.host.invalid"], 2, "--host"),
+        (["serv"], 2, "did you mean 'serve'?"),
+        (["dance"], 2, "serve, chat, plan"),
+        (["--versio"], 2, "--version"),
+    ],
+)
+def test_usage_errors_are_short(argv: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        found = main(argv)
+    except SystemExit as e:
+        found = int(e.code or 0)
+    assert found == code
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") <= 2
+    assert "Traceback" not in error
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "serve" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("drumline ")
+    with pytest.raises(SystemExit) as e:
+        main(["serve", "--help"])
+    assert e.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"{group}:" in text for group in args.GROUPS)
+    assert len(text.splitlines()) < 90
+
+
+def test_every_flag_fills_a_field() -> None:
+    for flags in args.GROUPS.values():
+        for flag in flags:
+            assert flag.field in set(args.SECTIONS[flag.section].__dataclass_fields__), flag.names

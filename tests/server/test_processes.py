@@ -1,0 +1,225 @@
+"""The whole command with all its processes: serving, ending, dying."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from drumline.errors import ExitCode
+
+from .command import Serve, tiny_folder, wait_for
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+LONG = {"prompt": [5, 6, 7], "stream": True, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def serve(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Serve]]:
+    runs: list[Serve] = []
+
+    def start(*flags: str, folder: Path = tiny) -> Serve:
+        runs.append(Serve(folder, tmp_path / f"log{len(runs)}", *flags))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+
+
+class Stream(threading.Thread):
+    """A client with a long answer; ``events`` as they came."""
+
+    def __init__(self, server: Serve) -> None:
+        super().__init__(daemon=True)
+        self._server = server
+        self.events: list[dict[str, Any]] = []
+        self.start()
+        wait_for(lambda: len(self.events) > 2, 30, "tokens")
+
+    def run(self) -> None:
+        with self._server.open("POST", COMPLETION, LONG) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    self.events.append(json.loads(line[6:]))
+
+    def end(self) -> dict[str, Any]:
+        self.join(10)
+        assert not self.is_alive()
+        return self.events[-1]
+
+
+def block(server: Serve) -> str:
+    """The one report, which is the last thing on the console."""
+    rule = "-" * 72
+    parts = server.text.split(f"{rule}\n")
+    assert len(parts) == 3, server.text
+    assert parts[2] == "", server.text
+    return parts[1]
+
+
+def test_a_life(serve: Callable[..., Serve], tiny: Path) -> None:
+    server = serve()
+    status, state = server.request("GET", "/startupz")
+    assert time.monotonic() - server.began < 2.0
+    assert status == 503
+    assert state["status"] == "starting"
+    phases: dict[str, set[str]] = {}
+
+    def started() -> bool:
+        state = server.state()
+        for row in state["processes"]:
+            phases.setdefault(row["name"], set()).add(row["phase"].partition(" ")[0])
+        return bool(state["status"] == "ready")
+
+    wait_for(started, 90, "ready server")
+    names = {row["name"] for row in server.state()["processes"]}
+    assert names == {"APIServer_0", "ForkServer", "EngineCore_DP0", "Worker_TP0", "Worker_TP1"}
+    assert len(phases["ForkServer"]) > 1
+
+    _answers(server)
+    _frees_what_clients_left(server)
+    _is_idle(server)
+
+    assert "torch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+    text = server.text
+    assert all(name in text for name in names)
+    assert "curl http://127.0.0.1:" in text
+    assert "the network" not in text  # every listener is on loopback
+    listening = {
+        connection.laddr.port
+        for row in server.state()["processes"]
+        for connection in psutil.Process(row["pid"]).net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert all(f"127.0.0.1:{port}" in text for port in listening)
+
+    stream = Stream(server)
+    server.process.send_signal(signal.SIGTERM)
+    assert "shutting down" in stream.end()["error"]["message"]
+    assert server.end(5) == ExitCode.OK
+    assert "Traceback" not in server.text
+
+
+def _answers(server: Serve) -> None:
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    status, answer = server.request("POST", CHAT, chat)
+    assert status == 200
+    assert answer["usage"]["completion_tokens"] == 8
+    text = answer["choices"][0]["message"]["content"]
+    with server.open("POST", CHAT, {**chat, "stream": True}) as response:
+        events = [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == text
+    status, error = server.request("POST", COMPLETION, {"prompt": [5] * 5000})
+    assert status == 400
+    assert "at most" in error["error"]["message"]
+
+
+def _frees_what_clients_left(server: Serve) -> None:
+    for body in (LONG, {**LONG, "stream": False}, {**LONG, "prompt": [[5], [6], [7]]}):
+        with server.open("POST", COMPLETION, LONG) if body["stream"] else _sent(server, body):
+            wait_for(lambda: server.gauge("num_requests_running"), 10, "running request")
+        wait_for(lambda: not server.gauge("num_requests_running"), 5, "end of the request")
+    assert server.gauge("num_requests_waiting") == 0
+
+
+def _sent(server: Serve, body: dict[str, Any]) -> Any:
+    """A request whose answer is not waited for."""
+    import contextlib
+    import http.client
+
+    connection = http.client.HTTPConnection("127.0.0.1", server.port(), timeout=30)
+    connection.request("POST", COMPLETION, json.dumps(body), {"content-type": "application/json"})
+    return contextlib.closing(connection)
+
+
+def _is_idle(server: Serve) -> None:
+    """In 3 s nobody uses more than a clock tick or two (10 ms each)."""
+    processes = [psutil.Process(row["pid"]) for row in server.state()["processes"]]
+    time.sleep(0.5)
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    time.sleep(3)
+    used = [sum(process.cpu_times()[:2]) - was for process, was in zip(processes, before, strict=True)]
+    assert max(used) <= 0.02, used
+
+
+@pytest.mark.parametrize("name", ["EngineCore_DP0", "Worker_TP1", "ForkServer"])
+def test_a_process_is_killed(serve: Callable[..., Serve], name: str) -> None:
+    server = serve().ready()
+    stream = Stream(server)
+    pid = server.pid(name)
+    began = time.monotonic()
+    psutil.Process(pid).kill()
+    assert name in stream.end()["error"]["message"]
+    assert time.monotonic() - began < 2
+    assert server.end(5) == ExitCode.WORKER_DIED
+    report = block(server)
+    assert f"{name}" in report
+    assert f"pid {pid}" in report
+    assert "SIGKILL" in report
+
+
+def test_the_command_itself_is_killed(serve: Callable[..., Serve]) -> None:
+    server = serve().ready()
+    pids = [row["pid"] for row in server.state()["processes"]]
+    server.process.kill()
+    assert server.end(5) == -signal.SIGKILL
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), 5, "end of all processes")
+    assert server.text.count("APIServer_0") >= 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.OK)])
+@pytest.mark.parametrize("moment", ["at once", "while starting"])
+def test_a_signal_during_the_start(serve: Callable[..., Serve], number: int, code: int, moment: str) -> None:
+    server = serve()
+    server.port()
+    if moment == "while starting":
+        wait_for(lambda: any(r["name"] == "ForkServer" for r in server.state()["processes"]), 20, "fork server")
+    server.process.send_signal(number)
+    assert server.end(5) == code
+    assert "Traceback" not in server.text
+
+
+def test_a_start_that_fails(serve: Callable[..., Serve]) -> None:
+    server = serve("--worker-cls", "tests.server.test_processes:Broken")
+    assert server.end(90) == ExitCode.START_FAILED
+    report = block(server)
+    assert "Worker" in report
+    assert "no such device here" in report
+    assert server.text.count("no such device here") == report.count("no such device here")
+
+
+class Broken:
+    """A worker that cannot start."""
+
+    def __init__(self, context: Any) -> None:
+        raise RuntimeError("no such device here")
+
+
+def test_two_servers_on_one_port(serve: Callable[..., Serve]) -> None:
+    first = serve()
+    second = serve("--port", str(first.port()))
+    assert second.end(10) == ExitCode.USAGE
+    assert "already in use" in second.text
+    assert second.text.count("\n") == 1
+    first.process.send_signal(signal.SIGINT)
+    first.end(5)
+
+
+def test_no_such_model(serve: Callable[..., Serve]) -> None:
+    server = serve(folder=Path("/no/such/folder"))
+    assert server.end(10) == ExitCode.USAGE
+    assert "/no/such/folder" in server.text
+    assert "Traceback" not in server.text
