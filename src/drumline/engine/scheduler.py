@@ -92,8 +92,8 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     """Tokens whose keys and values are in the cache after all issued plans."""
-    num_registered: int = 0
-    """Leading blocks that the prefix cache was told of."""
+    next_register: int = 0
+    """Length at which its next block is full, so that the prefix cache is to be told of it."""
     pending: int = 0
     """Tokens that issued plans will sample for it."""
     last_step: int = BY_VALUE
@@ -112,32 +112,32 @@ class Request:
 
 @dataclass(slots=True)
 class _Rows:
-    """The plan being made, one entry of each list for a row."""
+    """The plan being made."""
 
-    starts: list[SlotStart] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    num_computed: list[int] = field(default_factory=list)
-    token_source: list[int] = field(default_factory=list)
-    block_counts: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    sample: list[int] = field(default_factory=list)
-    budget: int = 0
+    budget: int
     """Tokens that may still be added."""
+    starts: list[SlotStart] = field(default_factory=list)
+    rows: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
+    """Slot, tokens, computed before, token source, blocks appended, sample: a tuple for each row, because one append
+    a row is what 256 rows a step can afford."""
+    blocks: list[int] = field(default_factory=list)
+    sampling: list[tuple[Request, int, int]] = field(default_factory=list)
+    """Rows that sample: request, slot, output index."""
 
     def pack(self, step: int, freed: list[int]) -> StepPlan:
         """The plan."""
+        slots, num_tokens, num_computed, token_source, block_counts, sample = map(pack, zip(*self.rows, strict=True))
         return StepPlan(
             step=step,
             starts=self.starts,
             freed=pack(freed),
-            slots=pack([request.slot for request in self.requests]),
-            num_tokens=pack(self.num_tokens),
-            num_computed=pack(self.num_computed),
-            token_source=pack(self.token_source),
-            block_counts=pack(self.block_counts),
+            slots=slots,
+            num_tokens=num_tokens,
+            num_computed=num_computed,
+            token_source=token_source,
+            block_counts=block_counts,
             blocks=pack(self.blocks),
-            sample=pack(self.sample),
+            sample=sample,
         )
 
 
@@ -245,36 +245,34 @@ class Scheduler:
         preempted = self._schedule_running(rows)
         if not preempted:
             self._schedule_waiting(rows)
-        if not rows.requests:
+        if not rows.rows:
             return None
         plan = rows.pack(self._step, self._freed)
-        sampled = [
-            (request, request.slot, len(request.tokens) + request.pending - 1 - request.num_prompt)
-            for request, samples in zip(rows.requests, rows.sample, strict=True)
-            if samples
-        ]
-        self._issued.append(_Issued(self._step, sampled))
+        self._issued.append(_Issued(self._step, rows.sampling))
         self._freed = []
         self._step += 1
         return plan
 
     def _schedule_running(self, rows: _Rows) -> bool:
         """Rows for running requests, oldest first. True if one was preempted."""
+        pool, size, running = self.pool, self.pool.block_size, self._running
         preempted = False
         index = 0
-        while index < len(self._running) and rows.budget > 0:
-            request = self._running[index]
+        while index < len(running) and rows.budget > 0:
+            request = running[index]
             index += 1
-            if request.length >= request.max_length:  # its last token is on the way
+            if len(request.tokens) + request.pending >= request.max_length:  # its last token is on the way
                 continue
-            missing = self.pool.blocks_for(request.num_computed + 1) - len(request.blocks)
-            while missing > self.pool.num_free:
+            if request.num_computed < len(request.blocks) * size:
+                self._add_row(rows, request, [])
+                continue
+            while not pool.num_free:
                 preempted = True
-                victim = self._running[-1]
+                victim = running[-1]
                 self._preempt(victim)
                 if victim is request:
                     return True
-            self._add_row(rows, request, self.pool.allocate(max(missing, 0)))
+            self._add_row(rows, request, pool.allocate(1))
         return preempted
 
     def _schedule_waiting(self, rows: _Rows) -> None:
@@ -295,7 +293,7 @@ class Scheduler:
                 assert missing + self.pool.num_idle(cached) <= self.pool.num_free, "add() let in what cannot fit"
             self._waiting.popleft()
             self._admit(rows, request, cached)
-            self._add_row(rows, request, self.pool.allocate(missing), shared=cached)
+            self._add_row(rows, request, cached + self.pool.allocate(missing))
 
     def _cached_blocks(self, request: Request) -> list[int]:
         """Known blocks of the request's prefix; never all of its tokens."""
@@ -309,7 +307,7 @@ class Scheduler:
         self.pool.share(cached)
         request.slot = self._free_slots.pop()
         request.num_computed = len(cached) * self.pool.block_size
-        request.num_registered = len(cached)
+        request.next_register = (len(cached) + 1) * self.pool.block_size
         request.last_step = BY_VALUE
         request.shares = True
         if request.num_cached < 0:
@@ -327,36 +325,36 @@ class Scheduler:
             )
         )
 
-    def _add_row(self, rows: _Rows, request: Request, new: list[int], shared: list[int] | None = None) -> None:
+    def _add_row(self, rows: _Rows, request: Request, appended: list[int]) -> None:
         """Compute the request's next tokens, as many as the budget allows."""
-        appended = [*shared, *new] if shared else new
-        request.blocks += appended
-        count = min(request.length - request.num_computed, rows.budget)
-        last = request.num_computed + count == request.length
-        rows.requests.append(request)
-        rows.num_tokens.append(count)
-        rows.num_computed.append(request.num_computed)
-        rows.token_source.append(request.last_step)
-        rows.block_counts.append(len(appended))
-        rows.blocks += appended
-        rows.sample.append(int(last))
+        known, computed, pending = len(request.tokens), request.num_computed, request.pending
+        left = known + pending - computed
+        count = min(left, rows.budget)
+        rows.rows.append((request.slot, count, computed, request.last_step, len(appended), int(count == left)))
+        if appended:
+            request.blocks += appended
+            rows.blocks += appended
         rows.budget -= count
-        request.num_computed += count
-        if last:
-            request.pending += 1
+        request.num_computed = computed + count
+        if count == left:
+            rows.sampling.append((request, request.slot, known + pending - request.num_prompt))
+            request.pending = pending + 1
             request.last_step = self._step
-        self._register(request)
+        if request.num_computed >= request.next_register:
+            self._register(request)
 
     def _register(self, request: Request) -> None:
         """Tell the prefix cache of blocks that are full, computed and known."""
+        size = self.pool.block_size
         if not self.pool.enable_prefix_caching or not request.shares:
             return
-        full = min(request.num_computed, len(request.tokens)) // self.pool.block_size
-        if full > request.num_registered:
+        full = min(request.num_computed, len(request.tokens)) // size
+        first = request.next_register // size - 1
+        if full > first:
             request.chain.extend(request.tokens)
-            for index in range(request.num_registered, full):
+            for index in range(first, full):
                 self.pool.register(request.blocks[index], request.chain.hashes[index])
-            request.num_registered = full
+            request.next_register = (full + 1) * size
 
     # life of a request
 
@@ -425,7 +423,7 @@ class Scheduler:
             output.finish_reason, output.stop_reason = "stop", token
         elif len(request.tokens) >= request.max_length:
             output.finish_reason = "length"
-        if request.slot >= 0:
+        if request.slot >= 0 and len(request.tokens) >= request.next_register:
             self._register(request)
         if output.finish_reason is not None:
             self._finish(request)
@@ -452,7 +450,7 @@ class Scheduler:
         self._freed.append(request.slot)
         self._free_slots.append(request.slot)
         self.pool.free(request.blocks)
-        request.slot, request.blocks, request.num_computed, request.num_registered = -1, [], 0, 0
+        request.slot, request.blocks, request.num_computed = -1, [], 0
 
     def check(self) -> None:
         """Raise AssertionError if slots, blocks or queues contradict each other (for tests; linear time)."""

@@ -15,6 +15,8 @@ A request that was preempted starts anew, with what it had sampled as part of ``
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,12 +28,16 @@ from drumline.plan.sampling import SlotSampling
 
 Ints = npt.NDArray[np.int32]
 
+_NATIVE = sys.byteorder == "little" and array("i").itemsize == 4
+
 BY_VALUE = -1
 """``token_source`` of a row whose input tokens stand in the slot's token buffer already (prompt, or recomputed)."""
 
 
 def pack(values: Sequence[int] | Ints) -> bytes:
-    """Pack integers as little-endian int32."""
+    """Pack integers as little-endian int32. OverflowError if one does not fit."""
+    if _NATIVE and isinstance(values, list | tuple):
+        return array("i", values).tobytes()  # a third of what numpy takes for 256 numbers
     return np.asarray(values, dtype="<i4").tobytes()
 
 
