@@ -75,9 +75,9 @@ class KVCache:
         self.keys = [layer[0] for layer in self.data]
         self.values = [layer[1] for layer in self.data]
 
-    def clear_values(self, blocks: torch.Tensor) -> None:
-        """Zero the values of newly given blocks: what a former owner left must not meet a zero weight as inf or NaN."""
-        self.data[:, 1].index_fill_(1, blocks, 0)
+    def clear(self, blocks: torch.Tensor) -> None:
+        """Zero newly given blocks: masked places are added to and multiplied too, so no inf or NaN may stay there."""
+        self.data.index_fill_(2, blocks, 0)
 
 
 def _lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -8,9 +8,9 @@ the conversion do not stay in the API server. Nothing here needs torch or transf
 
 - The folder appears by one rename, so if it exists it is complete. A lock file (flock: gone with its holder) keeps two
   starts apart; whoever gets the lock second finds the folder there. What a killed run left is removed under the lock.
-- Weights are taken as the GGUF has them: dequantised to float32, rounded to bfloat16. llama.cpp stores the rows of q and
-  k in another order (for its rotary embedding); that is undone. All 272 tensors equal those of transformers' own
-  GGUF route, which needs torch, accelerate and a minute.
+- Weights are taken as the GGUF has them: dequantised to float32, rounded to bfloat16. llama.cpp stores the rows of q
+  and k in another order (for its rotary embedding); that is undone. All 272 tensors equal those of transformers' own
+  GGUF route, which needs torch and accelerate.
 - The tokenizer splits digits off before anything else, as the model was trained (``tokenizer.ggml.pre`` = ``smollm``).
   transformers' GGUF route drops that rule; the two differ only for blanks before digits.
 - With ``--machine`` progress goes to stdout as lines ``@ <fraction> <text>``, an error as ``! <text>``; when stdin is

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.nn import functional
 
@@ -283,11 +283,15 @@ class SafetensorsWeights:
     def _handle(self, file: str) -> Any:
         """One file is open at a time."""
         if self._open is None or self._open[0] != file:
-            try:
-                self._open = (file, safe_open(str(self._folder / file), framework="pt"))
-            except Exception as error:  # safetensors raises types of its own for truncated or foreign files
-                raise ConfigError(f"{self._folder / file} cannot be read as safetensors: {error}") from error
+            self._open = (file, _open_file(self._folder / file))
         return self._open[1]
+
+
+def _open_file(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
@@ -303,7 +307,7 @@ def _tensor_files(folder: Path) -> dict[str, str]:
         raise ConfigError(f"{folder} has no *.safetensors (other formats are not read; --load-format dummy needs none)")
     names: dict[str, str] = {}
     for file in files:
-        with safe_open(str(folder / file), framework="pt") as handle:
+        with _open_file(folder / file) as handle:
             names |= dict.fromkeys(handle.keys(), file)
     return names
 

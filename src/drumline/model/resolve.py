@@ -116,7 +116,7 @@ def _snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
         )
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001  httpx, requests and the hub's own: all mean that we do not have it
+    except Exception as error:  # of httpx, of the hub's own: all mean that we do not have it
         raise ConfigError(f"cannot get {name} from the hub: {_reason(error)}") from error
     return Path(folder)
 

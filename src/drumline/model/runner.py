@@ -1,8 +1,9 @@
 """Runs steps on one rank: keeps the state of each slot, applies plans, packs the forward, samples.
 
 State of a slot is rows of numpy arrays: its known tokens, its block table, counts, sampling parameters. A plan says
-what changed (``plan.step``), in the order: freed, starts, blocks, forward. Nothing here decides anything; what a plan could
-contradict (a token source, an unknown slot) is checked and raises, since ranks that disagree answer nonsense.
+what changed (``plan.step``), in the order: freed, starts, blocks, forward. Nothing here decides anything; what a
+plan could contradict (a token source, an unknown slot) is checked and raises, since ranks that disagree answer
+nonsense.
 
 One step::
 
@@ -204,7 +205,7 @@ class ModelRunner:
             logits = torch.empty((0, 0))
         else:
             if len(fresh):
-                self._cache.clear_values(self._tensor(fresh))
+                self._cache.clear(self._tensor(fresh))
             starts = np.cumsum(count) - count
             rows = np.repeat(np.arange(len(slots)), count)
             positions = np.arange(len(rows)) - starts[rows] + computed[rows]

@@ -1,0 +1,198 @@
+"""Real worker processes for tests: one host process imports everything once and forks ranks of any world size.
+
+Test --(socket, pickle)--> host --(socketpair, pickle)--> ranks. A rank loads a model and then runs what it is told
+(a method name and arguments of its ModelWorker); the host answers with all ranks' results. Ranks end when the host
+ends, the host when the test closes its socket.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from drumline.config import EngineConfig
+
+
+class RankHost:
+    """The test's side."""
+
+    def __init__(self) -> None:
+        mine, theirs = socket.socketpair()
+        self._socket = mine
+        self._socket.settimeout(60)
+        root = Path(__file__).parents[2]
+        environment = os.environ | {"PYTHONPATH": f"{root / 'src'}:{root}"}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.model.ranks", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                cwd=root,
+            )
+
+    def start(self, config: EngineConfig, num_blocks: int, block_size: int) -> list[str]:
+        """End the ranks before and start those of ``config``; their names."""
+        return self._ask(("start", config, num_blocks, block_size))
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Results of all ranks. RuntimeError with a rank's traceback if one raises."""
+        return self._ask(("call", method, args))
+
+    def stop(self) -> None:
+        """End the ranks."""
+        self._ask(("stop",))
+
+    def close(self) -> None:
+        """End the host and its ranks."""
+        self._socket.close()
+        self._process.wait(timeout=20)
+
+    def _ask(self, message: Any) -> list[Any]:
+        _send(self._socket, message)
+        answers: list[Any] = _receive(self._socket)
+        for answer in answers:
+            if isinstance(answer, str) and answer.startswith("Traceback"):
+                raise RuntimeError(answer)
+        return answers
+
+
+def _send(channel: socket.socket, message: Any) -> None:
+    data = pickle.dumps(message)
+    channel.sendall(struct.pack("<Q", len(data)) + data)
+
+
+def _receive(channel: socket.socket) -> Any:
+    def exactly(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            piece = channel.recv(min(count - len(data), 1 << 20))
+            if not piece:
+                raise EOFError
+            data += piece
+        return data
+
+    return pickle.loads(exactly(struct.unpack("<Q", exactly(8))[0]))
+
+
+def _host(channel: socket.socket) -> None:
+    import torch  # noqa: F401  imported once, here
+    import transformers.models.llama.modeling_llama
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
+    import drumline.model.worker  # noqa: F401
+
+    ranks: list[tuple[int, socket.socket]] = []
+    try:
+        while True:
+            kind, *message = _receive(channel)
+            if kind == "start":
+                _end(ranks)
+                ranks = _fork_ranks(channel, *message)
+            elif kind == "stop":
+                _end(ranks)
+                ranks = []
+            else:
+                for _, rank in ranks:
+                    _send(rank, message)
+            _send(channel, [_answer(rank) for _, rank in ranks])
+    except EOFError:
+        pass
+    finally:
+        _end(ranks)
+
+
+def _answer(rank: socket.socket) -> Any:
+    try:
+        return _receive(rank)
+    except EOFError:
+        return "Traceback: the rank ended"
+
+
+def _end(ranks: list[tuple[int, socket.socket]]) -> None:
+    for _, channel in ranks:
+        channel.close()
+    for pid, _ in ranks:
+        os.waitpid(pid, 0)
+
+
+def _fork_ranks(host: socket.socket, config: EngineConfig, blocks: int, size: int) -> list[tuple[int, socket.socket]]:
+    from drumline.parallel.rendezvous import create_rendezvous
+
+    fd, init_method = create_rendezvous()
+    ranks: list[tuple[int, socket.socket]] = []
+    for rank in range(config.parallel.world_size):
+        mine, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            for channel in (host, mine, *(channel for _, channel in ranks)):
+                channel.close()
+            code = 1
+            try:
+                _rank(theirs, config, rank, init_method, blocks, size)
+                code = 0
+            except BaseException:  # noqa: BLE001  a forked child must end here
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        theirs.close()
+        ranks.append((pid, mine))
+    os.close(fd)
+    return ranks
+
+
+def _rank(channel: socket.socket, config: EngineConfig, rank: int, init_method: str, blocks: int, size: int) -> None:
+    from drumline.model.worker import ModelWorker
+    from drumline.plan.kv import KVConfig
+    from drumline.worker.protocol import WorkerContext
+
+    names: list[str] = []
+    context = WorkerContext(
+        config=config,
+        rank=rank,
+        local_rank=rank,
+        distributed_init_method=init_method,
+        is_driver=rank == 0,
+        set_name=names.append,
+    )
+
+    def answer(action: Any) -> None:
+        try:
+            result = action()
+        except Exception:  # noqa: BLE001  the test gets it
+            result = traceback.format_exc()
+        _send(channel, result)
+
+    worker = ModelWorker(context)
+
+    def start() -> str:
+        worker.init_device()
+        worker.load_model()
+        worker.initialize_from_config([KVConfig(num_blocks=blocks, block_size=size)] * config.parallel.world_size)
+        worker.compile_or_warm_up_model()
+        return names[0]
+
+    answer(start)
+    try:
+        while True:
+            method, args = _receive(channel)
+            target = globals().get(method) or getattr(worker, method)
+            answer(lambda: target(worker, *args) if method in globals() else target(*args))  # noqa: B023  called at once
+    except EOFError:
+        worker.shutdown()
+
+
+def parameter_bytes(worker: Any) -> int:
+    """Bytes of all parameters of a rank, shared ones once."""
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in worker.model.parameters()}
+    return sum(storages.values())
+
+
+if __name__ == "__main__":
+    _host(socket.socket(fileno=int(sys.argv[1])))

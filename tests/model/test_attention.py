@@ -1,0 +1,133 @@
+"""Paged attention against the plain formula, on random steps over a shuffled cache."""
+
+from __future__ import annotations
+
+import mmap
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from drumline.model import attention
+from drumline.model.attention import AttentionBatch, KVCache, dummy_batch, make_batch, paged_attention
+
+CPU = torch.device("cpu")
+DIM = 8
+SCALE = 0.3
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int) -> torch.Tensor:
+    """[T, Hq, D] for q [Hq, T, D] over k, v [Hkv, context + T, D]."""
+    group = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = q @ k.transpose(1, 2) * SCALE
+    mask = torch.arange(k.shape[1])[None] > context + torch.arange(q.shape[1])[:, None]
+    return (scores.masked_fill(mask, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+
+
+def run_step(computed: list[int], counts: list[int], heads: int, group: int, block: int, seed: int = 0) -> None:
+    """One step of rows with these lengths, compared row by row."""
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    ends = np.array(computed) + np.array(counts)
+    widths = -(-ends // block)
+    cache = KVCache(
+        num_layers=2,
+        num_blocks=int(widths.sum()) + 3,
+        num_kv_heads=heads,
+        block_size=block,
+        head_dim=DIM,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    cache.data.normal_()
+    ids = rng.permutation(cache.num_blocks).astype(np.int32)
+    tables = np.zeros((len(counts), int(widths.max())), dtype=np.int32)
+    for row, width in enumerate(widths):
+        tables[row, :width], ids = ids[:width], ids[width:]
+    keys, values = ([torch.randn(heads, int(end), DIM) for end in ends] for _ in range(2))
+    for row, context in enumerate(computed):
+        for position in range(context):
+            place = tables[row, position // block], slice(None), position % block
+            cache.keys[1][place], cache.values[1][place] = keys[row][:, position], values[row][:, position]
+    batch = make_batch(cache, tables, np.array(computed, np.int32), np.array(counts, np.int32), heads, CPU)
+    queries = [torch.randn(heads * group, count, DIM) for count in counts]
+    new_keys, new_values = (
+        torch.cat([whole[:, context:] for whole, context in zip(kind, computed, strict=True)], 1)
+        for kind in (keys, values)
+    )
+    module = SimpleNamespace(layer_idx=1)
+    out, _ = paged_attention(
+        module,  # type: ignore[arg-type]
+        torch.cat(queries, 1)[None],
+        new_keys[None],
+        new_values[None],
+        None,
+        scaling=SCALE,
+        ctx=batch,
+    )
+    pieces = out[0].split(counts)
+    for row, (piece, query) in enumerate(zip(pieces, queries, strict=True)):
+        torch.testing.assert_close(piece, plain(query, keys[row], values[row], computed[row]), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_steps(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = int(rng.integers(1, 9))
+    computed = [int(n) for n in rng.integers(0, 50, rows)]
+    counts = [int(n) if n > 3 else 1 for n in rng.integers(1, 12, rows)]
+    heads, group = [(1, 1), (1, 7), (2, 3), (3, 1)][seed % 4]
+    run_step(computed, counts, heads, group, block=[1, 3, 4, 16][seed % 3], seed=seed)
+
+
+def test_pieces_of_long_chunks_after_contexts_of_different_length() -> None:
+    run_step([5, 700, 0, 30], [600, 257, 300, 2], heads=2, group=2, block=16)
+
+
+def test_decode_rows_of_very_different_length_and_small_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_step([1, 1000, 3, 500, 490, 60, 2], [1] * 7, heads=2, group=3, block=4)
+    monkeypatch.setattr(attention, "MAX_GATHER_BYTES", 1)
+    run_step([1, 100, 3, 50], [1] * 4, heads=2, group=3, block=4)
+
+
+def test_groups_pad_by_less_than_a_third() -> None:
+    lengths = np.arange(1, 2000, 7).astype(np.int32)
+    groups = attention._group_by_length(np.arange(len(lengths)), lengths, block_bytes=1)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(len(lengths)))
+    for group in groups:
+        assert 3 * (lengths[group].min() + 2) >= 2 * lengths[group].max()
+    assert len(groups) < 20
+
+
+def test_a_dummy_batch_attends_to_itself() -> None:
+    q, k, v = torch.randn(4, 3, DIM), torch.randn(2, 3, DIM), torch.randn(2, 3, DIM)
+    batch: AttentionBatch = dummy_batch(3)
+    module = SimpleNamespace(layer_idx=0)
+    out, _ = paged_attention(module, q[None], k[None], v[None], None, scaling=SCALE, ctx=batch)  # type: ignore[arg-type]
+    torch.testing.assert_close(out[0], plain(q, k, v, 0))
+
+
+def test_unused_blocks_cost_no_memory() -> None:
+    def resident() -> int:
+        return int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)) * 1024  # type: ignore[union-attr]
+
+    before = resident()
+    cache = KVCache(
+        num_layers=4,
+        num_blocks=4096,
+        num_kv_heads=4,
+        block_size=16,
+        head_dim=64,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    assert cache.data.nbytes == 512 << 20
+    assert resident() - before < 8 << 20
+    cache.keys[3][7] = 1.0
+    assert float(cache.data[:, :, 6:8].sum()) == 4 * 16 * 64
+    assert resident() - before < 8 << 20
+    assert hasattr(mmap, "MADV_NOHUGEPAGE")

@@ -1,0 +1,98 @@
+"""ModelWorker over real processes and gloo: every TP size gives the tokens of transformers, on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.plan.sampling import SlotSampling
+from drumline.plan.step import StepOutput, StepPlan
+from tests.model.conftest import engine_config
+from tests.model.driver import Driver, Running, prompts
+from tests.model.equality import Tally, compare_greedy, compare_sampled
+from tests.model.ranks import RankHost
+
+Tiny = Callable[[str], tuple[Path, Any]]
+
+SAMPLINGS = [
+    SlotSampling(),
+    SlotSampling(temperature=1.0, seed=11),
+    SlotSampling(temperature=0.7, top_p=0.8, seed=12),
+    SlotSampling(temperature=1.2, top_k=7, seed=13, logprobs=2),
+    SlotSampling(logprobs=0),
+]
+
+
+def run(host: RankHost, tp: int, vocab_size: int) -> list[Running]:
+    def execute(plan: StepPlan) -> StepOutput:
+        outputs: list[StepOutput] = host.call("execute_model", plan)
+        assert len(outputs) == tp
+        assert all(output.tokens == outputs[0].tokens for output in outputs)
+        assert all(not output.logprobs for output in outputs[1:])
+        return outputs[0]
+
+    driver = Driver(execute, max_chunk=11, seed=tp)
+    requests = [driver.add(p, s, 8) for p, s in zip(prompts(5, vocab_size, 25), SAMPLINGS, strict=True)]
+    for _ in range(4):
+        driver.step()
+    driver.preempt(requests[1])
+    driver.run()
+    return requests
+
+
+def check(model: Any, requests: list[Running], tally: Tally) -> None:
+    for request in requests:
+        sampling = request.sampling
+        if sampling.temperature:
+            tally.add(compare_sampled(model, request.prompt, request.outputs, sampling), sampling)
+        else:
+            tally.add(compare_greedy(model, request.prompt, request.outputs), sampling)
+
+
+CASES = [("llama", 2), ("llama", 3), ("llama", 5), ("llama-tied", 2), ("llama-tied", 5), ("qwen2", 2), ("qwen2", 3)]
+
+
+@pytest.mark.parametrize(("shape", "tp"), CASES)
+def test_tensor_parallel(rank_host: RankHost, tiny: Tiny, shape: str, tp: int) -> None:
+    folder, model = tiny(shape)
+    rank_host_start(rank_host, folder, tp)
+    requests = run(rank_host, tp, model.config.vocab_size)
+    tally = Tally()
+    check(model, requests, tally)
+    tally.check()
+
+
+def rank_host_start(host: RankHost, folder: Path, tp: int, **model: Any) -> None:
+    names = host.start(engine_config(folder, tp, **model), num_blocks=128, block_size=4)
+    assert names == [f"Worker_TP{rank}" for rank in range(tp)]
+
+
+def test_a_rank_holds_its_share(rank_host: RankHost, tiny: Tiny) -> None:
+    folder, model = tiny("llama")
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    replicated = sum(p.nbytes for name, p in model.named_parameters() if "norm" in name or "o_proj.bias" in name)
+    replicated += sum(p.nbytes for name, p in model.named_parameters() if "down_proj.bias" in name)
+    rank_host_start(rank_host, folder, 3)
+    assert sum(rank_host.call("parameter_bytes")) == whole + 2 * replicated
+    heads = [spec.num_kv_heads for spec in rank_host.call("get_kv_cache_spec")]
+    assert heads == [1, 1, 1]
+    rank_host_start(rank_host, folder, 2)
+    assert [spec.num_kv_heads for spec in rank_host.call("get_kv_cache_spec")] == [2, 1]
+
+
+def test_dummy_weights_are_the_same_model_at_every_size(rank_host: RankHost, tiny: Tiny) -> None:
+    folder, _ = tiny("qwen2")
+    outputs = []
+    for tp in (2, 7):
+        rank_host_start(rank_host, folder, tp, load_format="dummy", seed=5)
+        outputs.append([request.outputs for request in run(rank_host, tp, 301)])
+    assert outputs[0] == outputs[1]
+
+
+def test_too_many_ranks_are_refused_by_each(rank_host: RankHost, tiny: Tiny) -> None:
+    folder, _ = tiny("llama-tied")
+    with pytest.raises(RuntimeError, match="more than the model's 5 query heads"):
+        rank_host.start(engine_config(folder, 6), num_blocks=8, block_size=4)
