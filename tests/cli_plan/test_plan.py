@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from drumline.cli.plan import auxiliary_table, main, plan_text, process_table
+from drumline.config import (
+    Device,
+    DeviceTable,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    ProcessConfig,
+    ServerConfig,
+    choose_backend,
+)
+from drumline.worker.segment import SegmentLayout
+
+CPU = DeviceTable(platform="cpu", accelerator=False, cores=2, memory=24 << 30)
+
+
+def gpus(count: int) -> DeviceTable:
+    devices = tuple(Device(index=index, name="H200", uuid=f"GPU-{index}") for index in range(count))
+    return DeviceTable(platform="cuda", accelerator=True, devices=devices, cores=32)
+
+
+def counts(parallel: ParallelConfig, server: ServerConfig | None = None) -> dict[str, int]:
+    server = server or ServerConfig()
+    return {row.role: len(row.names) for row in process_table(parallel, server, choose_backend(parallel, CPU))}
+
+
+def test_tp_4_makes_6_processes() -> None:
+    found = counts(ParallelConfig(tensor_parallel_size=4))
+    assert found == {"API server": 1, "engine core": 1, "worker": 4}
+    assert sum(found.values()) == 6
+
+
+def test_tp_2_dp_4_makes_17_processes() -> None:
+    found = counts(ParallelConfig(tensor_parallel_size=2, data_parallel_size=4))
+    assert found == {"API server": 4, "engine core": 4, "worker": 8, "DP coordinator": 1}
+    assert sum(found.values()) == 17
+
+
+def test_one_rank_lives_in_its_engine_core() -> None:
+    assert counts(ParallelConfig()) == {"API server": 1, "engine core": 1, "worker": 0}
+
+
+def test_api_servers_can_be_chosen() -> None:
+    parallel = ParallelConfig(tensor_parallel_size=2, data_parallel_size=4)
+    assert counts(parallel, ServerConfig(api_server_count=1))["API server"] == 1
+    assert [row.role for row in auxiliary_table(parallel, ServerConfig(api_server_count=1))] == ["fork server"]
+    assert [row.role for row in auxiliary_table(parallel, ServerConfig())] == ["fork server", "supervisor"]
+
+
+def test_names_of_all_workers() -> None:
+    parallel = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=2)
+    (names,) = [row.names for row in process_table(parallel, ServerConfig(), "mp") if row.role == "worker"]
+    assert names == tuple(f"Worker_DP{dp}_PP{pp}_TP{tp}" for dp in range(2) for pp in range(2) for tp in range(2))
+
+
+def test_the_command_prints_the_count(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["-tp", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "processes: 6" in out
+    assert "Worker_TP3" in out
+
+
+def test_ranks_and_groups() -> None:
+    text = plan_text(
+        EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=4)), devices=CPU
+    )
+    assert "[0,1] [2,3] [4,5] [6,7]" in text
+    assert "[0,2,4,6] [1,3,5,7]" in text
+    assert "the output rank is 6" in text
+    assert "Worker_PP3_TP1" in text
+
+
+def test_dcp_groups() -> None:
+    parallel = ParallelConfig(tensor_parallel_size=4, prefill_context_parallel_size=2, decode_context_parallel_size=4)
+    assert "[0,4,1,5] [2,6,3,7]" in plan_text(EngineConfig(parallel=parallel), devices=CPU)
+
+
+def test_devices_of_ranks() -> None:
+    parallel = ParallelConfig(tensor_parallel_size=2, data_parallel_size=2)
+    rows = [line.split() for line in plan_text(EngineConfig(parallel=parallel), devices=gpus(4)).splitlines()]
+    devices = {
+        row[-1]: row[-3]
+        for row in rows
+        if row and row[-1].startswith("Worker_DP") and row[0].isdigit() and "H200" in row
+    }
+    assert devices == {
+        "Worker_DP0_TP0": "cuda:0",
+        "Worker_DP0_TP1": "cuda:1",
+        "Worker_DP1_TP0": "cuda:2",
+        "Worker_DP1_TP1": "cuda:3",
+    }
+
+
+def test_too_few_devices_are_said_but_the_plan_is_shown() -> None:
+    text = plan_text(EngineConfig(parallel=ParallelConfig(tensor_parallel_size=4)), devices=gpus(2))
+    assert "processes: 6" in text
+    assert "cuda:3 (not here)" in text
+    assert "serve would refuse this here: the world size 4" in text
+
+
+def test_several_machines() -> None:
+    parallel = ParallelConfig(tensor_parallel_size=4, nnodes=2, master_addr="h")
+    text = plan_text(EngineConfig(parallel=parallel), devices=CPU)
+    table = [
+        line.split() for line in text.splitlines() if line.endswith(("TP0", "TP1", "TP2", "TP3")) and "cpu" in line
+    ]
+    assert [(row[3], row[4]) for row in table] == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
+
+
+def test_queue_sizes_are_those_of_the_segment() -> None:
+    process = ProcessConfig(mq_slots=16, mq_slot_bytes=1 << 20)
+    config = EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2), process=process)
+    assert SegmentLayout.of(2, process).calls.total_bytes >> 20 == 16
+    text = plan_text(config, devices=CPU)
+    assert "queues of each engine core: 17 MiB" in text
+    assert "engine core to 2 readers" in text
+    assert "queues: none" in plan_text(EngineConfig(), devices=CPU)
+
+
+def test_shares_of_a_model_folder(tmp_path: Path) -> None:
+    model = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    config = EngineConfig(model=ModelConfig(model=str(tmp_path)), parallel=ParallelConfig(tensor_parallel_size=2))
+    text = plan_text(config, devices=CPU)
+    assert "9 query and 3 KV heads" in text
+    assert "0..5 (6)" in text
+    assert "2..2 (1)" in text
+    refused = config.with_(parallel=ParallelConfig(tensor_parallel_size=10))
+    assert "serve would refuse this model: --tensor-parallel-size 10" in plan_text(refused, devices=CPU)
