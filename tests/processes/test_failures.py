@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import time
 from collections.abc import Callable
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from drumline.errors import StartupError
-from drumline.processes import EventKind, State
+from drumline.errors import DrumlineError, StartupError
+from drumline.processes import EventKind, ForkServer, MemberEvent, ProcessSpec, State, Supervisor
 from tests.processes.conftest import House
+from tests.processes.targets import TARGETS
 
 
 @pytest.mark.parametrize(
@@ -194,3 +196,66 @@ def test_stacks_of_all_even_where_c_code_holds_the_gil(house: House) -> None:
         assert "most recent call first" in stacks[member.key]
         assert "in block" in stacks[member.key]
     assert stacks[stopped.key].startswith("no stack: state T")
+
+
+def test_a_stopped_fork_server_does_not_hold_up_the_end(house: House) -> None:
+    member = house.spawn("serve")
+    house.ready(member)
+    os.kill(house.server.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    house.supervisor.shutdown()
+    house.server.close()
+    assert time.monotonic() - start < 2.0
+    assert member.state is State.GONE
+
+
+def test_ctrl_c_reaches_only_the_root(house: House) -> None:
+    os.kill(house.server.pid, signal.SIGINT)  # while its interpreter starts
+    member = house.spawn("block")
+    house.event(EventKind.MESSAGE)
+    for pid in (house.server.pid, member.pid):
+        os.kill(pid, signal.SIGINT)
+    other = house.spawn("serve")
+    house.ready(other)
+    assert house.supervisor.failure is None
+
+
+def test_sigterm_to_the_fork_server_ends_all_and_is_told(house: House) -> None:
+    member = house.spawn("stubborn")
+    house.ready(member)
+    os.kill(house.server.pid, signal.SIGTERM)
+    report = house.event(EventKind.FAILURE).report
+    assert report is not None
+    assert (report.role, report.type) == ("ForkServer", "SIGTERM")
+    house.supervisor.shutdown()
+    assert member.state is State.GONE
+
+
+def test_waiting_on_a_closed_supervisor_says_so(house: House) -> None:
+    member = house.spawn("serve")
+    house.supervisor.close()
+    other = house.server.spawn(ProcessSpec(role="Worker_1", target=f"{TARGETS}:serve"))
+    with pytest.raises(DrumlineError, match="closed"):
+        house.supervisor.wait_all_ready([other], 5)
+    assert member.state is State.GONE
+    with Supervisor(house.server) as second:  # the fork server is free for the next one
+        second.add(other)
+        second.wait_all_ready([other], 30)
+
+
+def test_on_event_must_not_wait_for_its_own_thread(house: House) -> None:
+    refused: queue.Queue[str] = queue.Queue()
+
+    def on_event(event: MemberEvent) -> None:
+        try:
+            supervisor.shutdown()
+        except RuntimeError as error:
+            refused.put(str(error))
+
+    server = ForkServer.start(log=house.log)
+    supervisor = Supervisor(server, on_event)
+    member = server.spawn(ProcessSpec(role="Worker_1", target=f"{TARGETS}:serve"))
+    supervisor.add(member)
+    assert "request_stop" in refused.get(timeout=10)
+    supervisor.close()
+    server.close()

@@ -105,3 +105,27 @@ def test_a_fork_of_the_root_neither_holds_nor_ends_anything(house: House) -> Non
     os.waitpid(pid, 0)
     member.send(b"x")
     assert house.supervisor.failure is None
+
+
+def test_a_root_without_standard_descriptors(tmp_path: Path) -> None:
+    program = PROGRAM.format(folder=str(tmp_path / "log"), ending=CLOSE)
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" <&- 2>&-', sys.executable, program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, EXPECTED, "")
+
+
+def test_a_root_that_only_drops_the_connection_is_not_reported_dead(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    server = ForkServer.start(log=LogConfig.create(dir=str(tmp_path), console_fd=write))
+    os.close(write)
+    server.conn.close()
+    assert server.process is not None
+    assert server.process.wait(10) == 1
+    assert os.read(read, 1000) == b""
+    os.close(read)
+    server.close()

@@ -354,5 +354,8 @@ def _settle(start: ChildStart) -> list[str]:
     if torch is not None:
         count = int(threads) if threads.isdigit() and int(threads) > 0 else len(os.sched_getaffinity(0))
         torch.set_num_threads(count)
+    random = sys.modules.get("numpy.random")
+    if random is not None:
+        random.seed()  # else all children would draw the same numbers
     gc.enable()
     return complaints

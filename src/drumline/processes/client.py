@@ -26,6 +26,7 @@ from drumline.errors import ChannelClosedError, DrumlineError, FailureReport
 from drumline.processes import messages as m
 from drumline.processes.connection import Connection, socket_pair
 from drumline.processes.core import Exit, State
+from drumline.processes.linux import process_state
 from drumline.processes.logs import LogConfig
 from drumline.processes.reports import exit_report
 from drumline.processes.titles import FORK_SERVER
@@ -162,15 +163,14 @@ class ForkServer:
             raise DrumlineError("sys.executable is empty: this interpreter cannot be started again (embedded Python?)")
         log = log or LogConfig.create()
         base = {k: v for k, v in {**os.environ, **(env or {})}.items() if v is not None}
-        ours, theirs = socket_pair()
         console_fd = log.console_fd if _is_open(log.console_fd) else -1
+        ours, theirs = socket_pair()
         with theirs:
-            process = subprocess.Popen(
-                _command("drumline.processes.forkserver", theirs.fileno()),
-                stdin=subprocess.DEVNULL,
-                env=server_environment(base),
-                pass_fds=[fd for fd in (theirs.fileno(), console_fd) if fd >= 0],
-            )
+            try:
+                process = _execute(theirs.fileno(), console_fd, base)
+            except BaseException:
+                ours.close()
+                raise
         conn: Connection[m.ToClient] = Connection(ours, m.ToClient)
         server = cls(conn, process, str(Path(log.dir) / f"{FORK_SERVER}-{process.pid}.log"))
         begin = m.Begin(
@@ -196,7 +196,9 @@ class ForkServer:
     @classmethod
     def attach(cls, sock: socket) -> ForkServer:
         """Use a connection that a fork server made for this process."""
-        return cls(Connection(sock, m.ToClient), None, "")
+        server = cls(Connection(sock, m.ToClient), None, "")
+        server.pid = os.getppid()  # it forked us
+        return server
 
     def spawn(self, spec: ProcessSpec) -> Member:
         """Ask for a child and return at once. Give the member to a supervisor, which sees it start, fail, end."""
@@ -267,6 +269,8 @@ class ForkServer:
             self.pidfd = -1
 
     def _reap(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
+        if process_state(process.pid) == "T":  # stopped: it will not hear us
+            process.kill()
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -299,6 +303,20 @@ def _is_open(fd: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def _execute(fd: int, console_fd: int, base: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    # Ctrl-C goes to the whole terminal group: it stays blocked in the new process until that ignores it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return subprocess.Popen(
+            _command("drumline.processes.forkserver", fd),
+            stdin=subprocess.DEVNULL,
+            env=server_environment(base),
+            pass_fds=[one for one in (fd, console_fd) if one >= 0],
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def package_folder() -> str:

@@ -25,6 +25,7 @@ fails, it says so and children are executed fresh.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import os
@@ -87,6 +88,8 @@ class ForkServerProcess:
         self.clients = [self.root]
         self.children: dict[int, _Child] = {}
         self.strays: dict[int, float] = {}
+        self.helpers: set[int] = set()
+        """Processes that imports started."""
         self.obstacles: list[str] = []
         self.early: list[Frame[m.ToServer]] = []
         self.ending: float | None = None
@@ -106,6 +109,7 @@ class ForkServerProcess:
         linux.become_subreaper()
         if not self._import_all():
             return 1
+        self.helpers = set(linux.children_of(os.getpid()))
         self._check()
         gc.collect()
         gc.freeze()
@@ -353,7 +357,7 @@ class ForkServerProcess:
         """Descendants of a child that ended are ours now; they get the grace too."""
         kill_at = time.monotonic() + self.begin.grace_s
         for pid in linux.children_of(os.getpid()):
-            if pid not in self.children:
+            if pid not in self.children and pid not in self.helpers:
                 self.strays.setdefault(pid, kill_at)
 
     def _kill_overdue(self) -> None:
@@ -497,9 +501,27 @@ def _close(fds: list[int]) -> None:
     fds.clear()
 
 
+def _above_stdio(fd: int) -> int:
+    """Move the connection above the standard descriptors and make sure that these are open.
+
+    Where the root had closed some of them, the connection or a received descriptor may have such a number, and would
+    be overwritten when the log takes 1 and 2.
+    """
+    high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(fd)
+    null = fcntl.fcntl(os.open(os.devnull, os.O_RDWR), fcntl.F_DUPFD_CLOEXEC, 3)
+    for standard in range(3):
+        try:
+            os.fstat(standard)
+        except OSError:
+            os.dup2(null, standard, inheritable=True)
+    os.close(null)
+    return high
+
+
 def main() -> None:
     """Entry point."""
-    fd = int(sys.argv[1])
+    fd = _above_stdio(int(sys.argv[1]))
     set_title(FORK_SERVER)  # before any change of the environment: setproctitle looks for where it lies in memory
     server = ForkServerProcess(fd)
     code = server.run()

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.errors import ChannelClosedError, FailureReport, StartupError
+from drumline.errors import ChannelClosedError, DrumlineError, FailureReport, StartupError
 from drumline.processes import core as c
 from drumline.processes import linux
 from drumline.processes import messages as m
@@ -87,6 +87,7 @@ class Supervisor:
         self._changed = threading.Condition()
         self._requests: deque[Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
+        self._wake_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake_fd, selectors.EVENT_READ, None)
         self._closing = False
@@ -127,6 +128,8 @@ class Supervisor:
                 report = self._startup_failure(keys, members)
                 if report is not None or all(member.state is c.State.READY for member in members):
                     break
+                if self._closed:
+                    raise DrumlineError("this supervisor has been closed")
                 left = max(self._core.last_progress, started) + no_progress_timeout - time.monotonic()
                 if left <= 0:
                     report = self._no_progress(members, no_progress_timeout)
@@ -250,8 +253,9 @@ class Supervisor:
 
     def _post(self, action: Callable[[], None]) -> None:
         self._requests.append(action)
-        with contextlib.suppress(OSError):  # closed
-            os.eventfd_write(self._wake_fd, 1)
+        with self._wake_lock:  # else the number could belong to somebody else by the time of the write
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     def _run(self) -> None:
         try:
@@ -560,8 +564,9 @@ class Supervisor:
                 os.close(member.pidfd)
                 member.pidfd = -1
         self._selector.close()
-        os.close(self._wake_fd)
-        self._wake_fd = -1
+        with self._wake_lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
         with self._changed:
             self._closed = True
             self._changed.notify_all()
