@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from drumline.errors import ExecutorFailedError, FailureReport, RemoteCallError, StartupError
+from drumline.errors import ExecutorFailedError, FailureReport, RemoteCallError, RPCTimeoutError, StartupError
 from drumline.executor import Call, Executor
 from tests.executor.conftest import Make, configure
+from tests.executor.workers import Plain
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
@@ -25,7 +26,14 @@ def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 
 
 def all_gone(pids: list[int]) -> bool:
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+    return not any(is_alive(pid) for pid in pids)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def pids_of(executor: Executor) -> list[int]:
@@ -77,6 +85,35 @@ def test_a_failure_after_the_output_rank_has_answered(make: Make) -> None:
     with pytest.raises(RemoteCallError, match="late boom rank2"):
         executor.collective_rpc("sleep", (0.4,))
     assert executor.collective_rpc("note", (1,)) == [0, 1, 2]
+
+
+def test_others_hang_after_the_output_rank_has_answered(make: Make) -> None:
+    executor = make(failure_grace_s=0.2)
+    told = threading.Event()
+    executor.register_failure_callback(lambda report: told.set())
+
+    def hang_on_1_raise_on_2(worker: Plain) -> int:
+        if worker.rank == 1:
+            time.sleep(60)
+        if worker.rank == 2:
+            time.sleep(0.2)
+            raise ValueError("late boom")
+        return worker.rank
+
+    assert executor.collective_rpc(hang_on_1_raise_on_2, reply_rank=0) == 0
+    assert told.wait(5)
+    with pytest.raises(ExecutorFailedError, match="late boom"):
+        executor.collective_rpc("echo")
+
+
+def test_others_hang_after_the_deadline(make: Make) -> None:
+    executor = make(failure_grace_s=0.2)
+    with pytest.raises(RPCTimeoutError):
+        executor.collective_rpc("raise_on", (2, "boom", 0.3), timeout=0.1)
+    assert executor.collective_rpc("note", (1,)) == [0, 1, 2]
+    with pytest.raises(RPCTimeoutError):
+        executor.collective_rpc("raise_while_others_block", (2, 60.0), timeout=0.001)
+    wait_until(lambda: executor.is_failed)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -145,10 +182,30 @@ def test_a_sender_that_waits_for_room_hears_of_the_death(make: Make) -> None:
     executor.collective_rpc("sleep", (30.0,), non_block=True)
     timer = threading.Timer(0.3, lambda: os.kill(pids_of(executor)[0], signal.SIGKILL))
     timer.start()
-    with pytest.raises(ExecutorFailedError, match="SIGKILL"):
+
+    def fill_the_ring() -> None:
         for _ in range(10):
             executor.collective_rpc("echo", ("x" * 900,), non_block=True)
+
+    with pytest.raises(ExecutorFailedError, match="SIGKILL"):
+        fill_the_ring()
     timer.join()
+
+
+def test_a_sender_that_waits_for_room_has_a_deadline(make: Make) -> None:
+    executor = make(mq_slots=2, mq_slot_bytes=1024)
+    executor.collective_rpc("sleep", (0.5,), non_block=True)
+    futures = []
+
+    def fill_the_ring() -> None:
+        for _ in range(10):
+            futures.append(executor.collective_rpc("note", ("x" * 900,), timeout=0.1, non_block=True))
+
+    with pytest.raises(RPCTimeoutError, match=r"^RPC call to note timed out\. It was never sent: "):
+        fill_the_ring()
+    assert executor.collective_rpc("echo", timeout=10)[2] == (2, (), {})
+    seen = executor.collective_rpc("get_seen")
+    assert [len(notes) for notes in seen] == [len(futures)] * 3
 
 
 def test_a_stopped_worker_ends_only_the_call(make: Make) -> None:
@@ -186,7 +243,7 @@ def test_start_fails_by_an_exception(monkeypatch: pytest.MonkeyPatch, make: Make
 def test_start_fails_by_a_death(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     monkeypatch.setenv("DRUMLINE_TEST_FAIL", "load_model:kill")
     start = time.monotonic()
-    with pytest.raises(StartupError, match="rank 2 .* was killed by SIGKILL during load_model"):
+    with pytest.raises(StartupError, match=r"rank 2 .* was killed by SIGKILL during load_model"):
         make(worker="FailsToStart")
     assert time.monotonic() - start < 4.0
 
@@ -218,7 +275,9 @@ def test_every_worker_is_shut_down_once(
 
 
 @pytest.mark.parametrize("backend", ["uni", "mp"])
-def test_shutdown_after_a_failed_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Make, backend: str) -> None:
+def test_shutdown_after_a_failed_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Make, backend: str
+) -> None:
     monkeypatch.setenv("DRUMLINE_TEST_FAIL", "load_model:raise")
     monkeypatch.setenv("DRUMLINE_TEST_SHUTDOWN", str(tmp_path / "rank"))
     with pytest.raises(StartupError):
@@ -273,7 +332,7 @@ def test_an_answer_that_cannot_be_encoded(make: Make) -> None:
 
 
 def test_gloo_one_rank_raises_before_its_collective(make: Make) -> None:
-    executor = make(worker="Gloo", failure_grace_s=0.5)
+    executor = make(worker="Gloo", failure_grace_s=0.5, preload=("torch",))
     assert executor.collective_rpc("total") == [6.0, 6.0, 6.0]
     pids = pids_of(executor)
     start = time.monotonic()
@@ -306,5 +365,3 @@ def test_a_shared_waiter_and_phases(make: Make) -> None:
 def test_names(make: Make) -> None:
     names = [state.name for state in make().workers()]
     assert names == ["Worker_TP0", "Worker_TP1", "Worker_TP2"]
-
-

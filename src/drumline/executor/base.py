@@ -11,10 +11,12 @@ has to write ``_start`` (which puts on ``_cleanup`` how to end things) and ``col
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 HEALTH_TIMEOUT_S = 10.0
 
 Method = str | Callable[..., Any]
+
+_running: weakref.WeakSet[Executor] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +106,7 @@ class Executor(ABC):
         self._cleanup = ExitStack()
         self._closing = threading.Event()
         self._stopped = threading.Event()
+        _running.add(self)
         try:
             self._check()
             self._start()
@@ -345,6 +350,7 @@ class Executor(ABC):
         """End all workers (a ladder of documented rungs). Any thread may call it, any number of times."""
         with self._state_lock:
             first, self._stopping = not self._stopping, True
+        _running.discard(self)
         self._closing.set()
         if not first:
             self._stopped.wait(self._stop_limit_s)
@@ -368,6 +374,13 @@ class Executor(ABC):
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.shutdown()
+
+
+@atexit.register
+def _shutdown_all() -> None:
+    """A program that ends without shutting down: its workers are shut down all the same, which is no failure."""
+    for executor in list(_running):
+        executor.shutdown()
 
 
 def in_ray_placement_group() -> bool:

@@ -122,7 +122,8 @@ class Call:
 
         Args:
             timeout: seconds to wait for it now. When they are over a plain TimeoutError is raised, the call goes on and
-                may be asked again. (The call's own deadline raises RPCTimeoutError and ends it.)
+                may be asked again. The call's own deadline raises RPCTimeoutError and ends it; an answer that was late
+                but here before anybody asked counts.
 
         """
         if not self._done:
@@ -356,10 +357,11 @@ class CallTable:
                 self._advance()
 
     def failed(self, call_id: int, report: FailureReport, owed_by: int | None = None) -> Call | None:
-        """A rank failed in a call. The call that will carry it, or None if that call has ended with an error already.
+        """A rank failed in a call.
 
-        Pass that call to :meth:`settle` when all ranks have ended the one that failed. ``owed_by``: the rank, if it was
-        to answer and now will not.
+        Returns the call that will carry the failure: pass it to :meth:`settle` when all ranks have ended the one that
+        failed. None if there is none (that call has ended with an error already, or the next one will carry it).
+        ``owed_by``: the rank, if it was to answer and now will not.
         """
         with self.lock:
             self._drain()

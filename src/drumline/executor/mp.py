@@ -9,8 +9,8 @@
       CallTable.begin, broadcast ring  --- segment ----------------------->     loop: run
       sleeps on the executor's waiter  <-- segment, doorbell --------------     answer ring r
     supervisor thread: on_event        <-- control connection, pidfd ------     CallFailed, death
-      CallTable.failed -> settling thread: looks at the progress words for the grace
-      death -> CallTable.close -> breaking thread: kills the rest, calls the failure callbacks
+      CallTable.failed -> grace thread: have all ranks ended the call?
+      death -> CallTable.close -> failure thread: kills the rest, calls the failure callbacks
 
 Locks. ``_send_lock`` makes "take the next id" and "write into the ring" one act; whoever waits for room in the ring
 holds it, drains answers meanwhile (a worker may be waiting for room in its answer ring) and gives up with the
@@ -25,8 +25,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +33,7 @@ from drumline.config import EngineConfig, ProcessConfig
 from drumline.errors import DrumlineError, FailureReport, RPCTimeoutError
 from drumline.executor.base import Executor, Method, WorkerState, method_name
 from drumline.executor.calls import Aggregator, Call, CallTable
+from drumline.executor.grace import Grace
 from drumline.parallel.layout import global_rank, local_rank_of
 from drumline.parallel.rendezvous import create_rendezvous
 from drumline.processes import (
@@ -47,7 +47,7 @@ from drumline.processes import (
     fold,
     starting_worker_name,
 )
-from drumline.transport import QueueWriter, RingReader, RingWriter, SharedMemory, Waiter
+from drumline.transport import Part, QueueWriter, RingReader, RingWriter, SharedMemory, Waiter
 from drumline.worker.main import WorkerTask
 from drumline.worker.segment import SegmentLayout
 from drumline.worker.wire import (
@@ -61,10 +61,6 @@ from drumline.worker.wire import (
 from drumline.worker.wrapper import DEFAULT_WORKER
 
 log = logging.getLogger(__name__)
-
-SETTLE_POLL_S = 0.005
-"""How often progress words are looked at after a failure. Ranks do not ring when they end a call (it would wake the
-executor for nothing at every step), so this one wait polls, for at most the grace."""
 
 
 class MultiprocExecutor(Executor):
@@ -89,8 +85,6 @@ class MultiprocExecutor(Executor):
         self._all_ranks = range(self.world_size)
         self._one_rank = tuple((rank,) for rank in self._all_ranks)
         self._send_lock = threading.Lock()
-        self._failures_received = [0] * self.world_size
-        self._settling: set[int] = set()
         self._members: list[Member] = []
         self._make_channels()
         forkserver = self._forkserver or self._start_forkserver()
@@ -114,6 +108,14 @@ class MultiprocExecutor(Executor):
         buf = self._segment.buf
         layout.init(buf)
         self._progress = layout.progress_of(buf)
+        self._grace = Grace(
+            self._progress,
+            self.world_size,
+            self.process.failure_grace_s,
+            closing=self._closing,
+            settle=self._table.settle,
+            give_up=self._on_grace_over,
+        )
         self._worker_waiters += [Waiter.create(f"worker-{rank}") for rank in self._all_ranks]
         self._bells = bells = [waiter.ringer(1) for waiter in self._worker_waiters]
         self._calls = QueueWriter(RingWriter(layout.calls_of(buf)), bells)
@@ -179,29 +181,30 @@ class MultiprocExecutor(Executor):
             replying = reply_rank
         single = reply_rank is not None or bool(aggregators)
         name = method_name(method)
-        with self._sending(name, deadline):
+        self._acquire_sending(name, deadline)
+        try:
             call = self._table.begin(name, ranks, single=single, deadline=deadline, aggregators=aggregators)
-            try:
-                self._calls.enqueue(message.parts(call.id, replying), self.waiter, deadline, self._while_full)
-            except RPCTimeoutError as exc:
-                error = RPCTimeoutError(f"RPC call to {name} timed out. It was never sent: {exc}")
-                self._table.withdraw(call, error)
-                raise error from None
-            except BaseException as exc:
-                self._table.withdraw(call, exc)
-                raise
+            self._send(call, message.parts(call.id, replying))
+        finally:
+            self._send_lock.release()
         return call if non_block else call.result()
 
-    @contextmanager
-    def _sending(self, name: str, deadline: float | None) -> Iterator[None]:
+    def _acquire_sending(self, name: str, deadline: float | None) -> None:
         """The right to send, within the call's deadline."""
         left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
         if not self._send_lock.acquire(timeout=left):
             raise RPCTimeoutError(f"RPC call to {name} timed out. It was never sent: an earlier one waits for room")
+
+    def _send(self, call: Call, parts: Sequence[Part]) -> None:
         try:
-            yield
-        finally:
-            self._send_lock.release()
+            self._calls.enqueue(parts, self.waiter, call.deadline, self._while_full)
+        except RPCTimeoutError as exc:
+            error = RPCTimeoutError(f"RPC call to {call.method} timed out. It was never sent: {exc}")
+            self._table.withdraw(call, error)
+            raise error from None
+        except BaseException as exc:
+            self._table.withdraw(call, exc)
+            raise
 
     def _while_full(self) -> None:
         """The broadcast ring is full: workers may be waiting for us to take their answers."""
@@ -246,38 +249,15 @@ class MultiprocExecutor(Executor):
 
     def _on_call_failed(self, rank: int, data: bytes) -> None:
         failure = decode_failure(data)
-        call = self._table.failed(failure.call_id, failure.report, rank if failure.owed else None)
-        self._failures_received[rank] += 1
-        if call is not None and call.id not in self._settling:
-            self._settling.add(call.id)
-            threading.Thread(
-                target=self._settle, args=(call, failure.call_id), name="drumline-settle", daemon=True
-            ).start()
+        carrier = self._table.failed(failure.call_id, failure.report, rank if failure.owed else None)
+        self._grace.failed(rank, failure.call_id, failure.report, carrier)
 
-    def _settle(self, call: Call, failed_id: int) -> None:
-        """Wait for the grace until all ranks have ended the call that failed, and say what became of it."""
-        deadline = time.monotonic() + self.process.failure_grace_s
-        late = self._late(failed_id)
-        while (late or self._unheard()) and time.monotonic() < deadline:
-            if self._closing.wait(SETTLE_POLL_S):
-                return
-            late = self._late(failed_id)
-        if not late:
-            self._table.settle(call)
-            self._settling.discard(call.id)
-            return
-        report = fold(self._table.failures(call))
-        grace = self.process.failure_grace_s
+    def _on_grace_over(self, report: FailureReport, late: Sequence[int]) -> None:
+        _, failures = self._table.in_flight()
+        report = fold([report, *failures])
         ranks = ", ".join(map(str, late))
+        grace = self.process.failure_grace_s
         self._fail(report, f"Ranks that did not end the call within {grace:g} s of its failure: {ranks}.")
-
-    def _late(self, call_id: int) -> list[int]:
-        """Ranks that have not ended a call."""
-        return [rank for rank, ended in enumerate(self._progress.ended()) if ended < call_id]
-
-    def _unheard(self) -> bool:
-        """Whether failures are still on their way here."""
-        return self._progress.failures() != self._failures_received
 
     # Failure and end.
 
@@ -289,6 +269,7 @@ class MultiprocExecutor(Executor):
 
     def _close_channels(self) -> None:
         """Let go of the segment, once no other thread is inside. All calls have ended, so none stays there for long."""
+        self._grace.join()
         with self._send_lock, self._table.lock:
             for reader in self._answers:
                 reader.close()

@@ -128,8 +128,8 @@ class UniExecutor(Executor):
         try:
             value = bind(worker, method)(*args, **kwargs)
         except BaseException as exc:  # noqa: BLE001  SystemExit too: the worker cannot leave this process
-            report = make_report(exc, role=self._name, rank=0, phase=call.method, step=step_of(args))
-            log.error("%s", report.text())
+            report = make_report(exc, role=self._name, rank=0, phase=call.method, step=step_of(call.method, args))
+            log.warning("call %d failed: %s", call.id, report.headline())  # its caller gets the traceback
             marked = self._table.failed(call.id, report)
             if marked is not None:
                 self._table.settle(marked)

@@ -119,7 +119,7 @@ class WorkerLoop:
                 self._answer(encode_answer(self._codec, head.call_id, value))
         except Exception as exc:  # noqa: BLE001
             name = method if isinstance(method, str) else getattr(method, "__qualname__", repr(method))
-            self._fail(head, owed, exc, name, step_of(args))
+            self._fail(head, owed, exc, name, step_of(name, args))
 
     def _answer(self, parts: list[Any]) -> None:
         self._answers.enqueue(parts, self._waiter, None, self._check_stop)
@@ -130,6 +130,6 @@ class WorkerLoop:
 
     def _fail(self, head: CallHead, owed: bool, exc: BaseException, name: str, step: int | None) -> None:
         report = self._make_report(exc, name, step)
-        log.error("call %d failed: %s", head.call_id, report.text())
+        log.warning("call %d failed: %s", head.call_id, report.headline())  # its caller gets the traceback
         self._progress.count_failure(self._rank)
         self._send_failure(CallFailed(head.call_id, owed, report))

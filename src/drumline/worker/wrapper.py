@@ -147,9 +147,9 @@ def bind(worker: Any, method: str | Callable[..., Any]) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def step_of(args: tuple[Any, ...]) -> int | None:
-    """Step number of a call's first argument (a plan, or the number itself), for reports."""
+def step_of(method: str, args: tuple[Any, ...]) -> int | None:
+    """Step that a call belongs to, for reports: of its plan, or the first argument of ``sample_tokens``."""
     if not args:
         return None
-    step = getattr(args[0], "step", args[0])
-    return step if isinstance(step, int) and not isinstance(step, bool) else None
+    step = args[0] if method == "sample_tokens" else getattr(args[0], "step", None)
+    return step if isinstance(step, int) else None

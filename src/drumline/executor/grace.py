@@ -1,0 +1,123 @@
+"""After a failure: have all ranks ended the call?
+
+A rank that raises goes on to its next call, but the others may stand in a collective that it will never join. Nobody
+can tell a slow rank from a stuck one, so they get a grace. Ranks that end the call within it show that they can still
+work together; if one does not, the executor is broken.
+
+The question is asked for every failure, also when the call's future has ended already (its output rank had answered,
+or its deadline was over), and also when nobody waits: a thread that lives only while there is something to find out
+looks at the progress words. It polls, since ranks do not ring when they end a call: that would wake the executor for
+nothing at every step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from drumline.errors import FailureReport
+from drumline.executor.calls import Call
+from drumline.worker.segment import Progress
+
+POLL_S = 0.005
+"""How often the progress words are looked at."""
+
+
+@dataclass(frozen=True)
+class _Question:
+    call_id: int
+    """The call that failed."""
+    report: FailureReport
+    carrier: Call | None
+    """The call whose future will carry the failure; None if that has been seen to."""
+    deadline: float
+
+
+class Grace:
+    """Watches the ranks of one executor after failures."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        world_size: int,
+        grace_s: float,
+        *,
+        closing: threading.Event,
+        settle: Callable[[Call], None],
+        give_up: Callable[[FailureReport, Sequence[int]], None],
+    ) -> None:
+        """Make an idle one.
+
+        Args:
+            progress: what ranks say of themselves.
+            world_size: number of ranks.
+            grace_s: time to end a call in, in seconds.
+            closing: set when the executor shuts down.
+            settle: called when all ranks have ended the call, with the call that carries the failure.
+            give_up: called, with the failure and the ranks that did not end the call, when the grace is over.
+
+        """
+        self._progress = progress
+        self._grace_s = grace_s
+        self._closing = closing
+        self._settle = settle
+        self._give_up = give_up
+        self._heard = [0] * world_size
+        self._lock = threading.Lock()
+        self._open: list[_Question] = []
+        self._running = False
+        self._thread: threading.Thread | None = None
+
+    def failed(self, rank: int, call_id: int, report: FailureReport, carrier: Call | None) -> None:
+        """A failure of this rank has been put into the call table. Never blocks."""
+        with self._lock:
+            self._heard[rank] += 1
+            self._open.append(_Question(call_id, report, carrier, time.monotonic() + self._grace_s))
+            if self._running:
+                return
+            self._running = True
+            self._thread = threading.Thread(target=self._run, name="drumline-grace", daemon=True)
+            self._thread.start()
+
+    def join(self) -> None:
+        """Wait until nothing looks at the progress words any more. ``closing`` is set."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(1.0)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._open:
+                    self._running = False
+                    return
+                question = self._open[0]
+            late = self._wait(question)
+            if self._closing.is_set():
+                return
+            if late:
+                self._give_up(question.report, late)
+                return
+            if question.carrier is not None:
+                self._settle(question.carrier)
+            with self._lock:
+                del self._open[0]
+
+    def _wait(self, question: _Question) -> list[int]:
+        """Ranks that have not ended the call when the grace is over, if any."""
+        late = self._late(question.call_id)
+        while (late or self._unheard()) and time.monotonic() < question.deadline:
+            if self._closing.wait(POLL_S):
+                break
+            late = self._late(question.call_id)
+        return late
+
+    def _late(self, call_id: int) -> list[int]:
+        return [rank for rank, ended in enumerate(self._progress.ended()) if ended < call_id]
+
+    def _unheard(self) -> bool:
+        """Whether failures are still on their way here: they are folded into one report."""
+        return self._progress.failures() != self._heard
