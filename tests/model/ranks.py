@@ -28,7 +28,7 @@ class RankHost:
         self._socket = mine
         self._socket.settimeout(60)
         root = Path(__file__).parents[2]
-        environment = os.environ | {"PYTHONPATH": f"{root / 'src'}:{root}"}
+        environment = os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{root / 'src'}:{root}"}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.model.ranks", str(theirs.fileno())],

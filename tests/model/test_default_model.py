@@ -163,7 +163,7 @@ def test_a_wrong_file_is_refused_and_leaves_nothing(cache: Path, monkeypatch: py
     with pytest.raises(ConfigError, match=f"its sha256 is .*, not {'0' * 64}"):
         default_model.prepare(lambda text, fraction: None)
     monkeypatch.setenv(default_model.LOCAL_GGUF_VARIABLE, "/nowhere/x.gguf")
-    with pytest.raises(ConfigError, match="cannot read /nowhere/x.gguf"):
+    with pytest.raises(ConfigError, match=r"cannot read /nowhere/x\.gguf"):
         default_model.prepare(lambda text, fraction: None)
     assert [path.name for path in cache.iterdir()] == [f".{default_model.NAME}.lock"]
 

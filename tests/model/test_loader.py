@@ -101,7 +101,7 @@ def test_sharded_checkpoint_in_bfloat16(tmp_path: Path) -> None:
     assert done == sorted(done)
     assert done[-1] == 1.0
     next(iter(tmp_path.glob("*-00002-*.safetensors"))).unlink()
-    with pytest.raises(ConfigError, match="00002.*which its index names"):
+    with pytest.raises(ConfigError, match=r"00002.*which its index names"):
         load(tmp_path)
 
 
@@ -133,7 +133,7 @@ def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read as safetensors"):
         load(tmp_path)
     file.unlink()
-    with pytest.raises(ConfigError, match="no \\*.safetensors"):
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
         load(tmp_path)
 
 

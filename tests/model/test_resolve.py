@@ -65,7 +65,7 @@ def test_offline_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     for config in (ModelConfig(model="someone/something"), ModelConfig(model="someone/x", load_format="dummy")):
-        with pytest.raises(ConfigError, match="cannot get someone/.* from the hub: HF_HUB_OFFLINE is set"):
+        with pytest.raises(ConfigError, match=r"cannot get someone/.* from the hub: HF_HUB_OFFLINE is set"):
             resolve(config, quiet)
 
 

@@ -70,7 +70,7 @@ def test_a_qwen2_that_only_mentions_a_window_is_served() -> None:
 
 
 def test_broken_configs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no config.json"):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
         read_spec(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -173,8 +173,8 @@ def _split(model: Any, spec: ModelSpec, dtype: torch.dtype, group: TPGroup) -> d
         raise UnsupportedModelError(f"{spec.architecture} has no tensor-parallel plan: use --tensor-parallel-size 1")
     for name, module in list(model.named_modules()):
         style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), None)
-        if style is None:
-            continue
+        if style is None or module is model.get_input_embeddings():
+            continue  # the embedding is split by vocabulary below; 5.17 names it in the plan of tied models, 5.24 not
         if not isinstance(module, nn.Linear) or style not in _COLUMN_STYLES | _ROW_STYLES:
             raise UnsupportedModelError(f"{spec.architecture}: cannot split {name} as the model's plan says ({style})")
         if style in _COLUMN_STYLES:
