@@ -31,6 +31,8 @@ from tests.processes.targets import TARGETS
 def test_failure_before_ready(house: House, how: str, what: str, kind: str, message: str) -> None:
     good = house.spawn("block", role="Worker_0", rank=0)
     bad = house.spawn("break_in", how.encode(), role="Worker_1", rank=1)
+    while house.event(EventKind.PHASE).member is not bad:
+        pass
     start = time.monotonic()
     with pytest.raises(StartupError) as caught:
         house.ready(good, bad)
