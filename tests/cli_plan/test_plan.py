@@ -124,6 +124,14 @@ def test_queue_sizes_are_those_of_the_segment() -> None:
     assert "queues: none" in plan_text(EngineConfig(), devices=CPU)
 
 
+@pytest.mark.parametrize("backend", ["ray", "external_launcher", "my.module.Executor"])
+def test_other_backends_have_queues_of_their_own(backend: str) -> None:
+    parallel = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend=backend)
+    text = plan_text(EngineConfig(parallel=parallel), devices=gpus(1))
+    assert f"queues: none of drumline's own between engine core and workers with backend {backend}" in text
+    assert "refuse" not in text
+
+
 def test_shares_of_a_model_folder(tmp_path: Path) -> None:
     model = {
         "model_type": "llama",

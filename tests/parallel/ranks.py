@@ -1,7 +1,7 @@
-"""Program of the test's ranks: imports torch once, forks one process a rank, runs a function of this module in each.
+"""Program of the test's ranks: imports torch once, then forks the ranks of one function after the other.
 
-Usage: ``python -m tests.parallel.ranks FUNCTION WORLD_SIZE``. Each rank prints one JSON line with what its function
-returned; the program's exit code is 1 if a rank failed.
+Usage: ``python -m tests.parallel.ranks FOLDER [FUNCTION ...]``: runs what RUNS lists, and the named ones on two ranks.
+``FOLDER/<function>-<rank>`` gets what a rank returned, as JSON, ``FOLDER/<function>-codes`` the exit codes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -18,14 +19,18 @@ from typing import Any
 import psutil
 import torch
 
+from drumline.errors import ConfigError
 from drumline.parallel.groups import init_groups
 from drumline.parallel.layout import GroupKind, Layout
-from drumline.parallel.rendezvous import create_rendezvous
+from drumline.parallel.rendezvous import create_rendezvous, tcp_init_method
 from drumline.platforms import CudaPlatform
+
+LIMIT_S = 60
 
 
 def collectives(rank: int, size: int, method: str) -> dict[str, Any]:
     """Every operation over a TP group of all ranks."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "nonesuch0"  # of an outer job: on one machine it is loopback all the same
     groups = init_groups(Layout(tp=size), rank, method, timeout_s=30)
     tp = groups.tp
     sizes = [3, 1, 2][:size]
@@ -84,6 +89,19 @@ def stages(rank: int, size: int, method: str) -> dict[str, Any]:
     else:
         groups.pp.recv(value)
     return {"value": value.item(), "tp": groups.tp.device_group is None, "last": groups.pp.is_last}
+
+
+def tcp(rank: int, size: int, _method: str) -> dict[str, Any]:
+    """As between machines: the leader's port, and gloo's listener on the address that the route to it has."""
+    method = tcp_init_method("127.0.0.1", int(os.environ["PORT"]))
+    groups = init_groups(Layout(tp=size), rank, method, timeout_s=30, one_machine=False)
+    value = groups.tp.all_reduce(torch.ones(1)).item()
+    groups.tp.barrier()
+    listeners = {c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    gloo = sorted({address.ip for address in listeners if address.port != int(os.environ["PORT"])})
+    groups.tp.barrier()  # the leader serves the store: it must not leave first
+    groups.close()
+    return {"value": value, "gloo": gloo}
 
 
 def two_worlds(rank: int, size: int, method: str) -> dict[str, Any]:
@@ -185,28 +203,91 @@ def _contexts(size: int, rank: int) -> list[int]:
     return [index for index in range(size) if torch.cuda.memory_reserved(index)]
 
 
-def main(function: Callable[[int, int, str], dict[str, Any]], size: int) -> int:
-    torch.set_num_threads(1)
-    method = create_rendezvous()[1]
-    os.environ["SECOND_FD"] = str(create_rendezvous()[0])
+def _count(what: str) -> int:
+    return len(list(Path("/proc/self", what).iterdir()))
+
+
+def alone(rank: int, size: int, _method: str) -> dict[str, Any]:
+    """A world of one opens nothing and starts no thread."""
+    before = _count("fd")
+    groups = init_groups(Layout(), rank, "")
+    tp, value = groups.tp, torch.tensor([[1.0, 2.0]])
+    out = torch.empty(1, 1, 2)
+    tp.all_gather_into(out, value)
+    tp.barrier()
+    refused = []
+    for call in (tp.send, tp.recv):
+        try:
+            call(value)
+        except ValueError as error:
+            refused.append("itself" in str(error))
+    try:
+        init_groups(Layout(tp=2), 0, "")
+    except ConfigError as error:
+        refused.append("init method" in str(error))
+    try:
+        _ = groups.ep
+    except ConfigError as error:
+        refused.append("--enable-expert-parallel" in str(error))
+    result = {
+        "same": tp.all_reduce(value) is value and tp.all_gather(value) is value and tp.broadcast(value) is value,
+        "objects": [tp.broadcast_object("x"), tp.all_gather_object("x")],
+        "into": bool(out[0].equal(value)),
+        "groups": groups.world.device_group is None and groups.world.cpu_group is None,
+        "first_and_last": tp.is_first and tp.is_last,
+        "refused": refused,
+        "threads": _count("task"),
+        "opened": _count("fd") - before,
+    }
+    groups.close()
+    return result
+
+
+RUNS: list[tuple[Callable[[int, int, str], dict[str, Any]], int]] = [
+    (collectives, 3),
+    (stages, 2),
+    (tcp, 2),
+    (two_worlds, 2),
+    (killed, 3),
+    (late, 2),
+    (absent, 2),
+    (alone, 1),
+]
+
+
+def run(function: Callable[[int, int, str], dict[str, Any]], size: int, out: Path) -> list[int]:
+    """Fork the ranks of one function; their exit codes. What they return goes to files in ``out``."""
+    store, method = create_rendezvous()
+    second, _ = create_rendezvous()
     wait, signal_ = os.pipe()
-    os.environ["WAIT_FD"], os.environ["SIGNAL_FD"] = str(wait), str(signal_)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        os.environ["PORT"] = str(probe.getsockname()[1])
+    os.environ.update(SECOND_FD=str(second), WAIT_FD=str(wait), SIGNAL_FD=str(signal_))
     pids = []
-    out = Path(sys.argv[3])
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
+            signal.alarm(LIMIT_S)
             code = 1
             try:
-                (out / str(rank)).write_text(json.dumps(function(rank, size, method)))
+                (out / f"{function.__name__}-{rank}").write_text(json.dumps(function(rank, size, method)))
                 code = 0
+            except BaseException:  # noqa: BLE001  it is printed, and the test sees that something was
+                sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
             finally:
-                sys.excepthook(*sys.exc_info()) if code else None  # type: ignore[arg-type]
                 os._exit(code)
         pids.append(pid)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    return 0 if all(code in (0, -signal.SIGKILL) for code in codes) else 1
+    for fd in (store, second, wait, signal_):
+        os.close(fd)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def main(out: Path, *more: str) -> None:
+    torch.set_num_threads(1)
+    for function, size in [*RUNS, *((globals()[name], 2) for name in more)]:
+        codes = run(function, size, out)
+        (out / f"{function.__name__}-codes").write_text(json.dumps(codes))
 
 
 if __name__ == "__main__":
-    sys.exit(main(globals()[sys.argv[1]], int(sys.argv[2])))
+    main(Path(sys.argv[1]), *sys.argv[2:])

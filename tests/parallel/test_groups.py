@@ -1,8 +1,9 @@
-"""Real processes over gloo. Each test starts one Python that imports torch once and forks the ranks."""
+"""Real processes over gloo (and NCCL where there are two GPUs): see ranks.py, which does all of them in one go."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,25 +14,46 @@ import pytest
 from drumline.platforms import resolve_platform
 
 ROOT = Path(__file__).parents[2]
+GPUS = len(resolve_platform().device_table().devices)
 
 
-def run(function: str, size: int, folder: Path) -> list[dict[str, Any]]:
-    """What ``function`` of ranks.py returned on each rank; {} for one that died. The console must stay silent."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.parallel.ranks", function, str(size), str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    files = [folder / str(rank) for rank in range(size)]
-    return [json.loads(file.read_text()) if file.exists() else {} for file in files]
+class Ran:
+    """What the ranks of all functions returned."""
+
+    def __init__(self, folder: Path, console: str) -> None:
+        self.folder = folder
+        self.console = console
+
+    def codes(self, function: str) -> list[int]:
+        return json.loads((self.folder / f"{function}-codes").read_text())  # type: ignore[no-any-return]
+
+    def __getitem__(self, function: str) -> list[dict[str, Any]]:
+        """One for each rank; {} for one that died."""
+        files = [self.folder / f"{function}-{rank}" for rank in range(len(self.codes(function)))]
+        return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
 
-def test_collectives_of_three_ranks(tmp_path: Path) -> None:
-    for rank, got in enumerate(run("collectives", 3, tmp_path)):
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    folder = tmp_path_factory.mktemp("ranks")
+    more = ["gpus"] if GPUS >= 2 else []
+    command = [sys.executable, "-m", "tests.parallel.ranks", str(folder), *more]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=115, check=False)
+    assert done.returncode == 0, done.stderr
+    return Ran(folder, done.stdout + done.stderr)
+
+
+def test_the_console_stays_silent(ran: Ran) -> None:
+    assert ran.console == ""
+
+
+@pytest.mark.parametrize("function", ["collectives", "stages", "tcp", "two_worlds", "late", "absent", "alone"])
+def test_all_ranks_end_well(ran: Ran, function: str) -> None:
+    assert set(ran.codes(function)) == {0}
+
+
+def test_collectives_of_three_ranks(ran: Ran) -> None:
+    for rank, got in enumerate(ran["collectives"]):
         assert got == {
             "sum": [6.0] * 3,
             "max": [2, 0],
@@ -55,34 +77,39 @@ def test_collectives_of_three_ranks(tmp_path: Path) -> None:
         }, rank
 
 
-def test_pipeline_stages_send_and_receive(tmp_path: Path) -> None:
-    first, last = run("stages", 2, tmp_path)
+def test_pipeline_stages_send_and_receive(ran: Ran) -> None:
+    first, last = ran["stages"]
     assert first == {"value": 0.0, "tp": True, "last": False}
     assert last == {"value": 42.0, "tp": True, "last": True}
 
 
-def test_two_engines_in_one_process(tmp_path: Path) -> None:
-    assert run("two_worlds", 2, tmp_path) == [{"a": 2.0, "b": 20.0, "after": 4.0}] * 2
+def test_groups_over_tcp(ran: Ran) -> None:
+    assert ran["tcp"] == [{"value": 2.0, "gloo": ["127.0.0.1"]}] * 2
 
 
-def test_a_killed_peer_fails_the_others_at_once(tmp_path: Path) -> None:
-    first, second, dead = run("killed", 3, tmp_path)
+def test_two_engines_in_one_process(ran: Ran) -> None:
+    assert ran["two_worlds"] == [{"a": 2.0, "b": 20.0, "after": 4.0}] * 2
+
+
+def test_a_killed_peer_fails_the_others_at_once(ran: Ran) -> None:
+    first, second, dead = ran["killed"]
     assert dead == {}
+    assert ran.codes("killed") == [0, 0, -signal.SIGKILL]
     for rank, got in enumerate((first, second)):
         assert got == {"notes": [f"in all_reduce (sum) of tp group (0, 1, 2) on rank {rank}"], "fast": True}
 
 
-def test_a_peer_that_does_not_come_is_a_timeout(tmp_path: Path) -> None:
-    assert run("late", 2, tmp_path)[0] == {"notes": ["in barrier of tp group (0, 1) on rank 0"]}
+def test_a_peer_that_does_not_come_is_a_timeout(ran: Ran) -> None:
+    assert ran["late"][0] == {"notes": ["in barrier of tp group (0, 1) on rank 0"]}
 
 
-def test_a_rank_that_never_joins_is_a_timeout(tmp_path: Path) -> None:
-    assert "error" in run("absent", 2, tmp_path)[0]
+def test_a_rank_that_never_joins_is_a_timeout(ran: Ran) -> None:
+    assert "error" in ran["absent"][0]
 
 
-@pytest.mark.skipif(len(resolve_platform().device_table().devices) < 2, reason="no two GPUs on this machine")
-def test_two_gpus(tmp_path: Path) -> None:
-    for rank, got in enumerate(run("gpus", 2, tmp_path)):
+@pytest.mark.skipif(GPUS < 2, reason="no two GPUs on this machine")
+def test_two_gpus(ran: Ran) -> None:
+    for rank, got in enumerate(ran["gpus"]):
         assert got == {
             "sum": [3.0] * 3,
             "cpu_sum": 2.0,
@@ -96,29 +123,16 @@ def test_two_gpus(tmp_path: Path) -> None:
         }, rank
 
 
-def test_world_of_one_needs_no_process_group() -> None:
-    script = """
-import os, sys, threading
-import torch
-from drumline.errors import ConfigError
-from drumline.parallel.groups import init_groups
-from drumline.parallel.layout import GroupKind, Layout
-groups = init_groups(Layout(), 0, "")
-t = torch.tensor([[1.0, 2.0]])
-assert groups.tp.all_reduce(t) is t and groups.tp.all_gather(t) is t and groups.tp.broadcast(t) is t
-assert groups.tp.broadcast_object("x") == "x" and groups.tp.all_gather_object("x") == ["x"]
-groups.tp.barrier()
-out = torch.empty(1, 1, 2)
-groups.tp.all_gather_into(out, t)
-assert out[0].equal(t) and groups.world.device_group is None and groups.tp.is_first and groups.tp.is_last
-for call in (groups.tp.send, groups.tp.recv):
-    try: call(t)
-    except ValueError as error: assert "itself" in str(error)
-    else: raise AssertionError
-groups.close()
-try: init_groups(Layout(tp=2), 0, "")
-except ConfigError as error: assert "init method" in str(error)
-else: raise AssertionError
-assert len(os.listdir("/proc/self/task")) == 1, os.listdir("/proc/self/task")
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+def test_world_of_one_needs_no_process_group(ran: Ran) -> None:
+    assert ran["alone"] == [
+        {
+            "same": True,
+            "objects": ["x", ["x"]],
+            "into": True,
+            "groups": True,
+            "first_and_last": True,
+            "refused": [True] * 4,
+            "threads": 1,
+            "opened": 0,
+        }
+    ]

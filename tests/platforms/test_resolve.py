@@ -99,7 +99,7 @@ def test_auto_passes_over_one_that_is_not_available_or_broken(
 
 def test_several_that_are_available_are_a_question(install: Callable[[str], None]) -> None:
     install("abacus = made_up_abacus:Abacus\nsecond = made_up_abacus:Second")
-    with pytest.raises(ConfigError, match=r"\(abacus, second\): choose one with --platform"):
+    with pytest.raises(ConfigError, match=r"\(abacus, second\): choose one by its name"):
         resolve_platform()
 
 

@@ -121,14 +121,17 @@ def _head(parallel: ParallelConfig, backend: object, devices: DeviceTable) -> st
         f"TP {parallel.tensor_parallel_size} x PP {parallel.pipeline_parallel_size} x "
         f"PCP {parallel.prefill_context_parallel_size}"
     )
-    name = backend if isinstance(backend, str) else getattr(backend, "__qualname__", repr(backend))
     found = f", {len(devices.devices)} devices" if devices.accelerator else ""
     return (
         f"world size {parallel.world_size} ({sizes}), DP {parallel.data_parallel_size}, "
-        f"DCP {parallel.decode_context_parallel_size}, backend {name}\n"
+        f"DCP {parallel.decode_context_parallel_size}, backend {_backend_name(backend)}\n"
         f"this machine: platform {devices.platform}{found}, {devices.cores} cores, {_bytes(devices.memory)} memory\n"
         f"the output rank is {Layout.of(parallel).output_rank}, driver ranks are those whose TP place is 0"
     )
+
+
+def _backend_name(backend: object) -> str:
+    return backend if isinstance(backend, str) else str(getattr(backend, "__qualname__", backend))
 
 
 def _processes(parallel: ParallelConfig, server: ServerConfig, backend: object) -> str:
@@ -196,7 +199,7 @@ def _groups(parallel: ParallelConfig) -> str:
 def _queues(config: EngineConfig, backend: object) -> str:
     process, local = config.process, config.parallel.local_world_size
     if backend != "mp":
-        return f"queues: none of drumline's own between engine core and workers with backend {backend}"
+        return f"queues: none of drumline's own between engine core and workers with backend {_backend_name(backend)}"
     layout = SegmentLayout.of(local, process)
     bells = (local + 1) * DOORBELL_BYTES
     readers = f"{local} reader{'s' if local > 1 else ''}"

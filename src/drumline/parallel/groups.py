@@ -17,7 +17,7 @@ and TP, mostly) share their backends, since a communicator costs connections, th
 never shares: its traffic runs beside the others'.
 
 gloo opens one TCP listener a process without authentication; on one machine it is bound to loopback explicitly,
-whatever GLOO_SOCKET_IFNAME says. Between machines that variable, or the host's name, decides.
+whatever GLOO_SOCKET_IFNAME says. Between machines that variable decides, else the route to the leader.
 
 A peer that dies makes pending operations of gloo raise at once; one that is stopped is noticed only by the timeout
 (traps.md: ``abort`` frees only the one who calls it), so a supervisor has to kill the rest.
@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from drumline.errors import ConfigError
 from drumline.parallel.layout import GroupKind, Layout
+from drumline.parallel.rendezvous import own_address
 
 _c10d: Any = dist  # much of what is used here is public but missing in torch's own lists of exports
 
@@ -293,17 +294,16 @@ def init_groups(
     gloo's. ``init_method``: see :mod:`drumline.parallel.rendezvous`; empty for a world of size 1. ``one_machine``
     keeps all listeners on loopback. Writes nothing to the console.
     """
+    kinds = [kind for kind in GroupKind if expert_parallel or kind not in (GroupKind.EP, GroupKind.EPLB)]
     if layout.size == 1:
-        return Groups(layout, rank, {kind: GroupCoordinator(kind, (rank,), rank) for kind in GroupKind}, None)
+        return Groups(layout, rank, {kind: GroupCoordinator(kind, (rank,), rank) for kind in kinds}, None)
     if not init_method:
         raise ConfigError(f"a world of {layout.size} ranks needs an init method")
     maker = _Maker(rank, layout.size, init_method, backend, timeout_s, device, one_machine)
     coordinators = {}
     made: dict[tuple[tuple[int, ...], bool], tuple[Any, Any]] = {}
-    for kind in GroupKind:
+    for kind in kinds:
         ranks = layout.group_of(kind, rank)
-        if kind in (GroupKind.EP, GroupKind.EPLB) and not expert_parallel:
-            continue
         key = (ranks, kind is GroupKind.EPLB)
         if key not in made:
             made[key] = maker.make(kind, ranks) if len(ranks) > 1 else (None, None)
@@ -330,9 +330,7 @@ class _Maker:
         self.device = device
         self.store = next(_c10d.rendezvous(init_method, rank, size, timeout=self.timeout))[0]
         self.store.set_timeout(self.timeout)
-        # One listener for all groups of this process.
-        make = _c10d.ProcessGroupGloo.create_device
-        self.gloo_device = make(interface=_LOOPBACK) if one_machine else _c10d.ProcessGroupGloo.create_default_device()
+        self.gloo_device = _gloo_device(init_method, one_machine)
 
     def make(self, kind: GroupKind, ranks: tuple[int, ...]) -> tuple[Any, Any]:
         """(device group, CPU group) of one group; the same object where gloo is the device's backend."""
@@ -368,6 +366,15 @@ class _Maker:
         if plugin.extended_api:
             raise ConfigError(f"backend {self.backend!r} wants the options of a default process group; not supported")
         return plugin.creator_fn(store, place, size, self.timeout)
+
+
+def _gloo_device(init_method: str, one_machine: bool) -> Any:
+    """The one listener for all gloo groups of this process."""
+    make = _c10d.ProcessGroupGloo.create_device
+    if one_machine:
+        return make(interface=_LOOPBACK)
+    address = None if "GLOO_SOCKET_IFNAME" in os.environ else own_address(init_method)
+    return _c10d.ProcessGroupGloo.create_default_device() if address is None else make(hostname=address)
 
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"

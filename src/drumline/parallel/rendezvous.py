@@ -9,10 +9,14 @@ A memfd is good for one world only: keys of a former world would be taken for th
 a new one.
 
 Between machines it is TCP to the leader: :func:`tcp_init_method`. Whoever reaches that port can take part: the
-network between the machines must be private.
+network between the machines must be private. A machine's own address is the one from which its route to the leader
+starts (:func:`own_address`): names and interfaces may be many, that one is known to work.
 """
 
 from __future__ import annotations
+
+import socket
+from urllib.parse import urlsplit
 
 from drumline.config import ParallelConfig
 from drumline.errors import ConfigError
@@ -37,6 +41,21 @@ def file_init_method(fd: int) -> str:
 def tcp_init_method(host: str, port: int) -> str:
     """Init method over TCP; rank 0 listens on ``host``. IPv6 addresses get their brackets."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def own_address(init_method: str) -> str | None:
+    """This machine's address on the route to the leader of a TCP init method; None for other methods.
+
+    Asks the routing table only: connecting a datagram socket sends nothing. OSError if there is no route.
+    """
+    leader = urlsplit(init_method)
+    if leader.scheme != "tcp" or leader.hostname is None:
+        return None
+    family, kind, _, _, address = socket.getaddrinfo(leader.hostname, leader.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        own: str = probe.getsockname()[0]
+    return own
 
 
 def init_method_for(parallel: ParallelConfig, fd: int | None) -> str:

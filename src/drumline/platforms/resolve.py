@@ -31,7 +31,7 @@ def resolve_platform(name: str = "auto") -> Platform:
     others = {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if name not in others:
         known = ", ".join(["auto", *BUILT_IN, *sorted(others)])
-        raise ConfigError(f"platform (--platform) must be one of {known}, not {name!r}")
+        raise ConfigError(f"platform must be one of {known}, not {name!r}")
     return _load(others[name])
 
 
@@ -51,7 +51,7 @@ def _best() -> Platform:
             log.warning("platform %s is installed but cannot be used: %s", point.name, error)
     if len(found) > 1:
         names = ", ".join(sorted(platform.name for platform in found))
-        raise ConfigError(f"several installed platforms are available ({names}): choose one with --platform")
+        raise ConfigError(f"several installed platforms are available ({names}): choose one by its name")
     if found:
         return found[0]
     cuda = CudaPlatform()
