@@ -1,0 +1,188 @@
+"""Token equality with transformers (promise 6 of the design), over the whole road: LLM, engine core, workers.
+
+One cell of the matrix is (model, TP size, engine options). In it one engine answers
+
+* 32 requests at once, some of which share prefixes,
+* a few of them alone, one after the other,
+* the first ones again, so that they hit the prefix cache where there is one,
+
+and every output is compared with the model's own greedy run under the tie rule (tests/model/equality.py). Each option
+also proves that it did what it is there for: preemptions happened, prefixes were hit, prompts were longer than a step.
+
+Seeded sampling: the same requests at TP 1, 2, 3, with and without preemption, against the sampling rule in numpy.
+
+``make matrix`` runs all cells; ``make test`` those of SUBSET.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from drumline import LLM, SamplingParams
+from drumline.config import ModelConfig
+from drumline.model.resolve import resolve
+from drumline.plan.sampling import SlotSampling
+from tests.model.equality import Tally, compare_greedy, compare_sampled
+from tests.model.tiny import SHAPES, make_tiny
+
+BLOCK = 16
+OPTIONS: dict[str, dict[str, Any]] = {
+    # look-ahead, prefix cache, chunks larger than any prompt
+    "plain": {},
+    # no look-ahead, no prefix cache, chunks of an odd size
+    "chunks": {"max_num_batched_tokens": 37, "async_scheduling": False, "enable_prefix_caching": False},
+    # look-ahead, prefix cache, odd chunks and a pool that cannot hold all: preemption by recomputation
+    "tight": {"max_num_batched_tokens": 61, "num_gpu_blocks_override": 40, "max_model_len": 128},
+    # the same without look-ahead and without the prefix cache
+    "tight-sync": {
+        "num_gpu_blocks_override": 40,
+        "max_model_len": 128,
+        "async_scheduling": False,
+        "enable_prefix_caching": False,
+    },
+}
+MODELS = [*SHAPES, "default"]
+TP_SIZES = [1, 2, 3, 5]
+SUBSET = {
+    ("llama", 1, "chunks"),
+    ("llama", 2, "plain"),
+    ("llama", 3, "tight"),
+    ("llama-tied", 5, "plain"),
+    ("qwen2", 2, "tight"),
+}
+
+
+def cells() -> list[Any]:
+    return [
+        pytest.param(
+            model,
+            tp,
+            options,
+            marks=[] if (model, tp, options) in SUBSET else [pytest.mark.matrix, pytest.mark.timeout(1200)],
+        )
+        for model in MODELS
+        for tp in TP_SIZES
+        for options in OPTIONS
+    ]
+
+
+class Models:
+    """Folders and reference models, made once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[str, tuple[str, Any]] = {}
+
+    def get(self, name: str) -> tuple[str, Any]:
+        if name not in self._made:
+            if name == "default":
+                path = resolve(ModelConfig()).path
+                model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+                self._made[name] = str(path), model
+            else:
+                path = self._folder / name
+                self._made[name] = str(path), make_tiny(path, name)
+        return self._made[name]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+def make_prompts(vocab_size: int, count: int, longest: int, seed: int = 0) -> list[list[int]]:
+    """Random prompts of 1 to ``longest`` tokens; every third starts like the first long one."""
+    random = np.random.default_rng(seed)
+    shared = random.integers(3, vocab_size, longest // 2).tolist()
+    prompts = []
+    for i in range(count):
+        length = int(random.integers(1, longest + 1))
+        tail = random.integers(3, vocab_size, length).tolist()
+        prompts.append((shared + tail)[:longest] if i % 3 == 0 else tail)
+    return prompts
+
+
+def start(path: str, tp: int, options: dict[str, Any], **more: Any) -> LLM:
+    defaults = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256, "kv_cache_memory_bytes": 2**27}
+    return LLM(path, tensor_parallel_size=tp, block_size=BLOCK, **(defaults | options | more))
+
+
+def tokens_of(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def size_of(model: str) -> tuple[int, int, int]:
+    """(requests at once, longest prompt, longest output): the default model is a thousand times dearer."""
+    return (32, 60, 12) if model == "default" else (32, 100, 20)
+
+
+@pytest.mark.parametrize(("model", "tp", "options"), cells())
+def test_greedy(models: Models, model: str, tp: int, options: str) -> None:
+    path, reference = models.get(model)
+    count, longest, most = size_of(model)
+    prompts = make_prompts(reference.config.vocab_size, count, longest)
+    params = [SamplingParams(temperature=0, max_tokens=most - i % 9, ignore_eos=True) for i in range(count)]
+    tally = Tally()
+    with start(path, tp, OPTIONS[options]) as llm:
+        for i, got in enumerate(tokens_of(llm, prompts, params)):
+            assert len(got) == params[i].max_tokens
+            tally.add(compare_greedy(reference, prompts[i], got), f"together {i}")
+        for i in range(0, count, 8):
+            got = tokens_of(llm, [prompts[i]], params[i])[0]
+            tally.add(compare_greedy(reference, prompts[i], got), f"alone {i}")
+        for i, got in enumerate(tokens_of(llm, prompts[:6], params[:6])):
+            tally.add(compare_greedy(reference, prompts[i], got), f"again {i}")
+        stats = llm._client.stats()
+    tally.check()
+    if options.startswith("tight") and model != "default":
+        assert stats.preemptions > 0
+    if OPTIONS[options].get("enable_prefix_caching", True):
+        assert stats.prefix_hits > 0
+    else:
+        assert stats.prefix_hits == 0
+
+
+SAMPLED = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 20},
+    {"temperature": 0.9, "top_k": 50, "top_p": 0.8},
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        pytest.param(
+            m, o, marks=[] if (m, o) == ("llama", "tight") else [pytest.mark.matrix, pytest.mark.timeout(1800)]
+        )
+        for m in MODELS
+        for o in ("plain", "tight")
+    ],
+)
+def test_sampled(models: Models, model: str, options: str) -> None:
+    """The same seed gives the same tokens at TP 1, 2, 3: each is compared with the rule over the reference's logits."""
+    path, reference = models.get(model)
+    count, longest, most = size_of(model)
+    count //= 2
+    prompts = make_prompts(reference.config.vocab_size, count, longest, seed=1)
+    params = [SamplingParams(seed=1000 + i, max_tokens=most, ignore_eos=True, **SAMPLED[i % 4]) for i in range(count)]
+    tally = Tally()
+    for tp in (1, 2, 3):
+        with start(path, tp, OPTIONS[options]) as llm:
+            got = tokens_of(llm, prompts, params)
+            preemptions = llm._client.stats().preemptions
+        assert preemptions > 0 or options == "plain" or model == "default"
+        for i, tokens in enumerate(got):
+            p = params[i]
+            rule = SlotSampling(temperature=p.temperature, top_p=p.top_p, top_k=p.top_k, seed=p.seed or 0)
+            tally.add(compare_sampled(reference, prompts[i], tokens, rule), f"TP {tp}, {i}")
+    tally.check()
