@@ -25,6 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from drumline.platforms import device_table
 from drumline.text.chat import ChatTemplate, load_chat_template
 from drumline.text.requests import PreparedRequest, Prompt, RequestBuilder, split_prompts
 from drumline.text.results import CompletionOutput, Logprob, OutputAssembler, RequestOutput
-from drumline.text.tokenizer import Tokenizer, read_eos_token_ids, read_sampling_defaults
+from drumline.text.tokenizer import Tokenizer, read_eos_token_ids, read_sampling_defaults, tokenizer_file
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
 
@@ -126,11 +127,15 @@ class LLM:
         """The whole configuration, the model's local folder included."""
         self._lock = threading.Lock()
         self._request_ids = itertools.count()
-        self._tokenizer = _load_tokenizer(config.model)
+        load = _tokenizer_loader(config.model)
         client = self._client = SyncEngineClient(config)
         self._finalizer = weakref.finalize(self, _end, client, os.getpid())
         try:
-            info = client.start()
+            # A large vocabulary takes seconds, as long as the processes take to start.
+            with ThreadPoolExecutor(1, thread_name_prefix="drumline-tokenizer") as pool:
+                loading = pool.submit(load)
+                info = client.start()
+                self._tokenizer = loading.result()
         except BaseException:
             self._finalizer()
             raise
@@ -359,10 +364,14 @@ def _adapted(name: str, value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _load_tokenizer(config: ModelConfig) -> Tokenizer | None:
+def _tokenizer_loader(config: ModelConfig) -> Callable[[], Tokenizer | None]:
+    """What loads the tokenizer. What is wrong most often is found right here."""
     if config.skip_tokenizer_init:
-        return None
-    return Tokenizer.from_folder(config.tokenizer or config.path, config.chat_template)
+        return lambda: None
+    folder = tokenizer_file(config.tokenizer or config.path).parent
+    if config.chat_template:
+        load_chat_template(config.chat_template)
+    return lambda: Tokenizer.from_folder(folder, config.chat_template)
 
 
 def _eos_token_ids(tokenizer: Tokenizer | None, path: str) -> list[int]:

@@ -252,6 +252,6 @@ def test_what_cannot_work_starts_nothing(model_path: Path, tmp_path: Path) -> No
         LLM(tmp_path / "missing", **SMALL)
     (tmp_path / "config.json").write_text((model_path / "config.json").read_text())
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
-        LLM(tmp_path, **SMALL)
+        LLM(tmp_path, load_format="dummy", **SMALL)
     with pytest.raises(ConfigError, match="line 1"):
         LLM(model_path, chat_template="{% if %}", **SMALL)

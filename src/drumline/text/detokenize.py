@@ -49,6 +49,9 @@ class Detokenizer:
             eos = () if params.ignore_eos else tokenizer.eos_token_ids
             self._silent = frozenset([*eos, *(params.stop_token_ids or ())])
         self._stops = [StopMatcher(text) for text in params.stop_strings]
+        self._beginnings = frozenset(stop.text[0] for stop in self._stops)
+        self._matched = 0
+        """Length of the longest end of the text that begins a stop string."""
         self._held = ""
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, str | None]:
@@ -81,7 +84,7 @@ class Detokenizer:
 
     def _scan(self, new: str) -> tuple[str, str | None]:
         """``new`` text behind what is held: what of it is certain, and the stop string in it."""
-        if not self._stops:
+        if not self._matched and self._beginnings.isdisjoint(new):
             return new, None
         text = self._held + new
         begin = len(self._held)
@@ -91,7 +94,8 @@ class Detokenizer:
                 end = begin + place + 1
                 self._held = ""
                 return text[: end if self._include_stop else end - len(found.text)], found.text
-        keep = 0 if self._include_stop else max(stop.matched for stop in self._stops)
+        self._matched = max(stop.matched for stop in self._stops)
+        keep = 0 if self._include_stop else self._matched
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], None
 

@@ -121,20 +121,11 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """What one token stands for, in bytes: a token may be a part of a character only."""
         token = self.backend.id_to_token(token_id)
-        if token is None:
-            return b""
-        added = self._added_tokens.get(token_id)
-        if added is not None:
-            return added.encode("utf-8")
-        return self._byte_of(token)
+        return b"" if token is None else self._byte_of(token)
 
     def token_text(self, token_id: int) -> str:
         """What one token stands for as text; a part of a character gives U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
-
-    @functools.cached_property
-    def _added_tokens(self) -> dict[int, str]:
-        return {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}
 
     # ------------------------------------------------------------------------------------------------------ text
 
@@ -256,7 +247,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+def tokenizer_file(folder: str | Path) -> Path:
+    """The file that a folder's tokenizer is in. ConfigError if there is none that can be read."""
+    folder = Path(folder)
     file = folder / "tokenizer.json"
     if not file.is_file():
         if not folder.is_dir():
@@ -268,6 +261,11 @@ def _load_backend(folder: Path) -> tokenizers.Tokenizer:
             ".save_pretrained(folder), give another folder with --tokenizer, or skip the tokenizer "
             "(skip_tokenizer_init) and send token ids."
         )
+    return file
+
+
+def _load_backend(folder: Path) -> tokenizers.Tokenizer:
+    file = tokenizer_file(folder)
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:
