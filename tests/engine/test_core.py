@@ -57,11 +57,11 @@ class MemoryChannel:
 
 
 class Rig:
-    def __init__(self, *, look_ahead: bool) -> None:
+    def __init__(self, *, look_ahead: bool, **process: Any) -> None:
         self.config = EngineConfig(
             cache=CacheConfig(block_size=4, num_gpu_blocks_override=16),
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, async_scheduling=look_ahead),
-            process=ProcessConfig(worker_cls=f"{SimulatedModelWorker.__module__}:SimulatedModelWorker"),
+            process=ProcessConfig(worker_cls=f"{SimulatedModelWorker.__module__}:SimulatedModelWorker", **process),
         )
         self.waiter = Waiter.create("test-core")
         self.executor = UniExecutor(self.config, waiter=self.waiter)
@@ -189,6 +189,19 @@ def test_a_failed_step_ends_the_loop_with_its_cause(rig: Rig):
     rig.thread.join(10)
     assert isinstance(rig.error, RemoteCallError | ExecutorFailedError)
     assert (rig.error.report.message, rig.error.report.step) == ("boom at step 2", 2)
+
+
+def test_a_step_without_end_is_told_as_a_hang():
+    rig = Rig(look_ahead=True, execute_timeout_s=0.2, shutdown_timeout_s=0.5)
+    try:
+        rig.worker.gate.clear()
+        rig.channel.put(request("a", [1, 2, 3], 8))
+        rig.thread.join(10)
+        assert isinstance(rig.error, ExecutorFailedError)
+        assert (rig.error.report.what, rig.error.report.step) == ("hang", 0)
+        assert "no answer within 0.2 s" in str(rig.error)
+    finally:
+        rig.close()
 
 
 def test_a_broken_channel_ends_the_loop(rig: Rig):

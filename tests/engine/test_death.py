@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -128,6 +131,41 @@ def test_shutdown_during_the_start(tiny: tuple[Path, Any]):
 
     with engine(config_for(tiny[0], tp=2), started=False) as served:
         served.run(start_and_stop(served))
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from drumline.engine.client import SyncEngineClient
+from tests.engine.processes import config_for, greedy
+client = SyncEngineClient(config_for(Path(sys.argv[1]), tp=2))
+client.start()
+client.add(greedy("a", [5], 200))
+client.poll(30)
+print(*(process.pid for process in client.processes()), flush=True)
+time.sleep(60)
+"""
+
+
+def test_kill_of_the_program_itself(tiny: tuple[Path, Any]):
+    """A script without a main guard; when it is killed, everything ends, and the survivors say why."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tiny[0])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        pids = [int(pid) for pid in program.stdout.readline().split()]
+        assert pids[0] == program.pid
+        assert len(pids) == 5
+        kill(program.pid, signal.SIGKILL)
+        wait_gone(pids)
+        told = program.stderr.read()
+    assert f"LLM (pid {program.pid}) ended" in told
+    assert told.count("drumline failed") == 1
 
 
 def run_all(client: SyncEngineClient, *requests: Any) -> dict[str, list[int]]:

@@ -370,7 +370,7 @@ def live(rig: Rig, plan: list[tuple[int, EngineRequest, int | None]]) -> None:
     raise AssertionError("it does not end")
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(rigs(), arrivals())
 def test_any_life_gives_everyone_what_it_gets_alone(make: Callable[[int], Rig], plan: list):
     for depth in (1, 2, 3):

@@ -147,6 +147,15 @@ def test_a_bad_request_ends_with_an_error_of_its_own(served: Engine, tokens: lis
     assert len(served.run(served.tokens(greedy("good", [5], 2)))) == 2
 
 
+def test_extreme_parameters_break_no_step(served: Engine):
+    request = greedy("extreme", [5], 2, logprobs=2**40, stop_token_ids=[2**31 - 1])
+    request.sampling.temperature, request.sampling.top_k, request.sampling.top_p = 2.0, 2**40, 1e-300
+    request.seed = -(2**63)
+    outputs = served.run(served.outputs(request))
+    assert len(outputs[0].logprobs[0].top_ids) == VOCAB
+    assert len(served.run(served.tokens(greedy("good", [5], 2)))) == 2
+
+
 def test_an_id_in_use_is_refused_at_once(served: Engine):
     async def twice() -> None:
         stream = served.client.generate(greedy("a", [5], 50))

@@ -150,6 +150,7 @@ class SyncEngineClient(_Client):
             if self._closed:
                 return
             self._closed = True
+            os.eventfd_write(self._wake, 1)  # whoever polls now finds that it is over
             if self._channel is not None:
                 self._channel.close()
             os.close(self._wake)

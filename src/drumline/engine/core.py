@@ -21,6 +21,8 @@ process ends with a report.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -37,7 +39,7 @@ from drumline.engine.protocol import (
     UtilityResult,
 )
 from drumline.engine.scheduler import Scheduler
-from drumline.errors import DrumlineError, ExecutorFailedError, RequestError
+from drumline.errors import DrumlineError, ExecutorFailedError, FailureReport, RequestError, RPCTimeoutError
 from drumline.executor.base import Executor
 from drumline.plan.step import StepOutput
 from drumline.processes.reports import make_report
@@ -171,7 +173,7 @@ class EngineCore:
             flight = self._flights[0]
             if not flight.future.done() and not self._overdue(flight):
                 break
-            output: StepOutput | None = flight.future.result(0.0)
+            output = self._result(flight)
             if output is None:
                 if flight.sampling:
                     raise DrumlineError(f"sample_tokens of step {flight.step} gave no output")
@@ -184,6 +186,27 @@ class EngineCore:
             self._calls.remove(item)
             call_id, method, future = item
             self._answer(call_id, method, future.result, 0.0)
+
+    def _result(self, flight: _Flight) -> StepOutput | None:
+        """The answer. ExecutorFailedError if none came in time: then some rank hangs, for good."""
+        try:
+            output: StepOutput | None = flight.future.result(0.0)
+        except RPCTimeoutError as error:
+            raise ExecutorFailedError(self._hang_report(flight)) from error
+        return output
+
+    def _hang_report(self, flight: _Flight) -> FailureReport:
+        seconds = self._executor.process.execute_timeout_s
+        workers = "".join(f"\n  {w.name} (pid {w.pid}) in phase {w.phase!r}" for w in self._executor.workers())
+        return FailureReport(
+            role=self._role,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            phase="sample_tokens" if flight.sampling else "execute_model",
+            step=flight.step,
+            what="hang",
+            message=f"the workers gave no answer within {seconds:g} s:{workers}",
+        )
 
     def _overdue(self, flight: _Flight) -> bool:
         """The deadline is over: its result() raises."""

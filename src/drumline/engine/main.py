@@ -26,7 +26,7 @@ from drumline.engine.channel import CoreChannel
 from drumline.engine.core import EngineCore
 from drumline.engine.protocol import CoreStart, EngineInfo, ProcessState
 from drumline.engine.scheduler import Limits, Scheduler
-from drumline.errors import ExecutorFailedError, ExitCode, RPCTimeoutError, StartupError
+from drumline.errors import ExecutorFailedError, ExitCode, StartupError
 from drumline.executor import Executor, WorkerState
 from drumline.model.spec import ModelSpec, read_spec
 from drumline.plan.kv import KVSpec
@@ -42,10 +42,9 @@ def main(child: ChildContext, payload: bytes) -> None:
     start: CoreStart = pickle.loads(payload)  # from the process that had us made, over a socketpair
     try:
         EngineProcess(child, start).run()
-    except (ExecutorFailedError, StartupError, RPCTimeoutError) as error:
-        child.fail(error)
-        code = ExitCode.STALLED if isinstance(error, RPCTimeoutError) else ExitCode.WORKER_DIED
-        raise SystemExit(int(code)) from error
+    except (ExecutorFailedError, StartupError) as error:
+        report = child.fail(error)
+        raise SystemExit(int(ExitCode.STALLED if report.what == "hang" else ExitCode.WORKER_DIED)) from error
     finally:
         if child.owner_gone:
             remove_stale()  # a front end that was killed while starting leaves a folder

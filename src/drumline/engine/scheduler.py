@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from drumline.engine.blocks import BlockPool, HashChain
 from drumline.engine.protocol import EngineRequest, EngineStats, RequestOutput
 from drumline.errors import RequestError
-from drumline.plan.sampling import SlotSampling
+from drumline.plan.sampling import SamplingParams, SlotSampling
 from drumline.plan.step import BY_VALUE, SlotStart, StepOutput, StepPlan, TokenLogprobs, ints, pack
 
 
@@ -393,16 +393,22 @@ class Scheduler:
             tokens=list(prompt),
             num_prompt=len(prompt),
             max_length=max_length,
-            sampling=SlotSampling(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                seed=request.seed,
-                logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
-            ),
+            sampling=self._slot_sampling(sampling, request.seed),
             end_tokens=frozenset(() if sampling.ignore_eos else request.eos_token_ids),
             stop_tokens=frozenset(sampling.stop_token_ids or ()),
             chain=HashChain(self.pool.block_size, request.cache_salt),
+        )
+
+    def _slot_sampling(self, sampling: SamplingParams, seed: int) -> SlotSampling:
+        """What the workers need. Numbers are brought into the ranges that they keep (int32): what a client asks for
+        must never be what breaks a step."""
+        most = self.limits.vocab_size or 2**31 - 1
+        return SlotSampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k if 0 < sampling.top_k < most else 0,
+            seed=seed % 2**64,
+            logprobs=-1 if sampling.logprobs is None else min(sampling.logprobs, most),
         )
 
     def _take(self, request: Request, index: int, token: int, logprob: TokenLogprobs | None) -> RequestOutput:
