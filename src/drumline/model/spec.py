@@ -130,10 +130,10 @@ def _refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
         raise UnsupportedModelError(f"{name}: rotary embedding of type {rope_type!r} cannot be served yet")
 
 
-def resolve_dtype(asked: str, spec: ModelSpec, platform: str) -> str:
+def resolve_dtype(asked: str, spec: ModelSpec, device_type: str) -> str:
     """The compute type: ``auto`` is float32 on cpu (half types are slower there), else the checkpoint's."""
     if asked == "auto":
-        return "float32" if platform == "cpu" else spec.dtype
+        return "float32" if device_type == "cpu" else spec.dtype
     dtype = {"float": "float32", "half": "float16"}.get(asked, asked)
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"--dtype {asked} is unknown; use auto, {', '.join(DTYPE_BYTES)}")

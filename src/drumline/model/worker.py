@@ -11,14 +11,15 @@ from drumline.errors import ConfigError
 from drumline.model import spec as specs
 from drumline.model.attention import KVCache
 from drumline.model.loader import load_model
-from drumline.model.memory import available_host_memory
 from drumline.model.runner import ModelRunner
 from drumline.model.sampling import Sampler
 from drumline.parallel.groups import Groups, init_groups
-from drumline.parallel.layout import Layout, worker_places
+from drumline.parallel.layout import Layout, device_index, worker_places
 from drumline.parallel.shards import vocab_shards
 from drumline.plan.kv import KVConfig, KVSpec
 from drumline.plan.step import StepOutput, StepPlan
+from drumline.platforms import host
+from drumline.platforms.resolve import resolve_platform
 from drumline.processes.titles import worker_name
 from drumline.worker.protocol import WorkerContext
 
@@ -46,6 +47,10 @@ class ModelWorker:
             raise ConfigError("the model was not resolved to a local folder (drumline.model.resolve)")
         self.spec = specs.read_spec(self.config.model.path)
         self.max_model_len = specs.resolve_max_model_len(self.config.model.max_model_len, self.spec)
+        self.platform = resolve_platform(self.config.platform)
+        self.device_index = device_index(self.config.parallel, context.local_rank)
+        self.dtype_name = specs.resolve_dtype(self.config.model.dtype, self.spec, self.platform.device_type)
+        self.dtype: torch.dtype = getattr(torch, self.dtype_name)
         self.groups: Groups | None = None
         self.device = torch.device("cpu")
         self.model: torch.nn.Module | None = None
@@ -61,13 +66,8 @@ class ModelWorker:
 
     def init_device(self) -> None:
         """Open the device and join the groups; then the worker has its name."""
-        platform = _platform_name(self.config.platform)
-        if platform == "cuda":
-            self.device = torch.device("cuda", self.context.local_rank)
-            torch.cuda.set_device(self.device)
-        self.dtype_name = specs.resolve_dtype(self.config.model.dtype, self.spec, platform)
-        self.dtype: torch.dtype = getattr(torch, self.dtype_name)
-        backend = "nccl" if platform == "cuda" else "gloo"
+        self.device = self.platform.set_device(self.device_index)
+        backend = self.platform.collective_backend
         parallel = self.config.parallel
         logger.info(
             "world_size=%d rank=%d local_rank=%d distributed_init_method=%s backend=%s",
@@ -84,11 +84,17 @@ class ModelWorker:
             backend,
             parallel.distributed_timeout_s,
             device=self.device,
-            one_machine=parallel.nnodes == 1,
+            one_machine=parallel.nnodes_within_dp == 1,
         )
         places = worker_places(parallel, self.rank)
         self.context.set_name(worker_name(**places, expert_parallel=parallel.enable_expert_parallel))
-        logger.info("device %s", self.device)
+        logger.info("device %s", self._device_text())
+
+    def _device_text(self) -> str:
+        if not self.platform.accelerator:
+            return f"{self.device} ({torch.get_num_threads()} threads)"
+        device = self.platform.device_table().devices[self.device_index]
+        return f"{self.device}: {device.name} {device.uuid}".rstrip()
 
     def load_model(self) -> None:
         """Load this rank's share of the weights."""
@@ -143,17 +149,23 @@ class ModelWorker:
             return self._free_device_memory()
         spec = self.get_kv_cache_spec()
         blocks = -(-self.max_model_len // spec.block_size) * self.config.scheduler.max_num_seqs
-        workers = self.config.parallel.local_world_size * self.config.parallel.data_parallel_size
-        share = int(CPU_KV_SHARE * available_host_memory() / workers)
-        return min(blocks * spec.bytes_per_block, share)
+        workers = max(self.config.parallel.local_devices, 1)
+        need = blocks * spec.bytes_per_block
+        available = host.memory_available()
+        return min(need, int(CPU_KV_SHARE * available / workers)) if available else need
 
     def _free_device_memory(self) -> int:
+        """What is left of this engine's share beside all that is in use, and what the largest step takes on top."""
+        stats = getattr(torch, self.device.type)
+        self.platform.synchronize()
+        before: int = stats.memory_allocated(self.device)
+        stats.reset_peak_memory_stats(self.device)
         self.runner.run_dummy(self.config.scheduler.max_num_batched_tokens)
-        torch.cuda.synchronize(self.device)
-        peak: int = torch.cuda.memory_stats(self.device)["reserved_bytes.all.peak"]
-        free, total = torch.cuda.mem_get_info(self.device)
-        other = total - free - torch.cuda.memory_reserved(self.device)
-        return max(int(total * self.config.cache.gpu_memory_utilization) - peak - other, 0)
+        self.platform.synchronize()
+        step: int = stats.max_memory_allocated(self.device) - before
+        self.platform.empty_cache()
+        free, total = self.platform.memory(self.device_index)
+        return max(int(total * self.config.cache.gpu_memory_utilization) - (total - free) - step, 0)
 
     def initialize_from_config(self, kv_configs: list[KVConfig]) -> None:
         """Allocate the KV pool; ``kv_configs[rank]`` is this rank's."""
@@ -190,8 +202,7 @@ class ModelWorker:
 
     def check_health(self) -> None:
         """Raise if the device does not work any more."""
-        if self.device.type != "cpu":
-            torch.cuda.synchronize(self.device)
+        self.platform.synchronize()
 
     def shutdown(self) -> None:
         """Free weights, cache and groups. Idempotent."""
@@ -206,9 +217,3 @@ class ModelWorker:
         if self.groups is None:
             raise RuntimeError("the device is not initialised")
         return self.groups
-
-
-def _platform_name(asked: str) -> str:
-    if asked != "auto":
-        return asked
-    return "cuda" if torch.cuda.is_available() else "cpu"
