@@ -1,16 +1,27 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
 import pytest
 import pytest_asyncio
+import uvloop
 from openai import AsyncOpenAI
 
 from tests.text.vocab import byte_level_folder
 
 from .peer import Served, served
+
+# libuv makes a pipe for signals with its first loop and keeps it as long as the process lives.
+uvloop.new_event_loop().close()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop that the command has: it closes half-closed connections in its own way."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(scope="session")
