@@ -50,7 +50,7 @@ function section(path, method, operation, schemas) {
     const content = (response.content || {})["application/json"];
     const row = element("tr");
     row.append(element("td", status), element("td", response.description));
-    row.append(element("td", content && content.schema.$ref ? typeName(content.schema) : ""));
+    row.append(element("td", content?.schema?.$ref ? typeName(content.schema) : ""));
     table.append(row);
   }
   box.append(table);
