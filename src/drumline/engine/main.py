@@ -97,7 +97,7 @@ class EngineProcess:
     def _pass_on(self, state: WorkerState) -> None:
         """A worker is in another phase. One that is an object in this process (``uni``) has no row of its own."""
         if state.pid == os.getpid():
-            if self._child.phase != "ready":
+            if state.phase != "ready":  # there is more to do before this process is
                 self._child.set_phase(state.phase)
             return
         row = ProcessState(name=state.name, pid=state.pid, rank=state.rank, phase=state.phase)
