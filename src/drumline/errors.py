@@ -111,9 +111,11 @@ class UnsupportedModelError(ConfigError):
 class RequestError(DrumlineError, ValueError):
     """One request is wrong (too long, a bad parameter). Fix the request; the engine is not affected."""
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.code = code
+        """Such as ``context_length_exceeded``, for programs."""
 
 
 class TransportError(DrumlineError):

@@ -82,7 +82,7 @@ def as_api_error(error: BaseException) -> ApiError | None:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return bad_request(str(error), error.param)
+        return bad_request(str(error), error.param, error.code)
     if isinstance(error, FailedError):
         return engine_dead(error)
     if isinstance(error, DrumlineError):
