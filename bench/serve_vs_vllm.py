@@ -161,7 +161,9 @@ def main() -> None:
     parser.add_argument("--drumline", default=str(Path(sys.executable).parent / "drumline"))
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--systems", nargs="+", default=["vllm", "drumline"])
-    parser.add_argument("--kv-mib", type=int, default=1024, help="KV pool of one rank in MiB; whole GiB, since vLLM takes no other")
+    parser.add_argument(
+        "--kv-mib", type=int, default=1024, help="KV pool of one rank in MiB; whole GiB, since vLLM takes no other"
+    )
     parser.add_argument("--vllm-bind", default="nobind", help="VLLM_CPU_OMP_THREADS_BIND")
     parser.add_argument("--idle", type=float, default=30.0)
     parser.add_argument("--limit", type=float, default=300.0)
