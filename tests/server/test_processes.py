@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from drumline.errors import ExitCode
+from drumline.server.sockets import bind
 
 from .command import Serve, tiny_folder, wait_for
 
@@ -208,14 +209,32 @@ class Broken:
         raise RuntimeError("no such device here")
 
 
-def test_two_servers_on_one_port(serve: Callable[..., Serve]) -> None:
-    first = serve()
-    second = serve("--port", str(first.port()))
-    assert second.end(10) == ExitCode.USAGE
-    assert "already in use" in second.text
-    assert second.text.count("\n") == 1
-    first.process.send_signal(signal.SIGINT)
-    first.end(5)
+def test_the_second_signal_ends_everything_at_once(serve: Callable[..., Serve]) -> None:
+    server = serve()
+    wait_for(lambda: any(row["name"] == "ForkServer" for row in server.state()["processes"]), 20, "fork server")
+    psutil.Process(server.pid("ForkServer")).suspend()
+    server.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "SIGTERM" in server.text, 5, "note of the signal")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end(1) == ExitCode.INTERRUPTED
+
+
+def test_a_port_in_use(serve: Callable[..., Serve]) -> None:
+    (taken,) = bind("127.0.0.1", 0)
+    with taken:
+        server = serve("--port", str(taken.getsockname()[1]))
+        assert server.end(10) == ExitCode.USAGE
+    assert "already in use" in server.text
+    assert server.text.count("\n") == 1
+
+
+def test_a_tokenizer_that_cannot_be_used(serve: Callable[..., Serve], tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{}")
+    server = serve(folder=folder)
+    assert server.end(10) == ExitCode.USAGE
+    assert "tokenizer.json" in server.text
+    assert "Traceback" not in server.text
 
 
 def test_no_such_model(serve: Callable[..., Serve]) -> None:

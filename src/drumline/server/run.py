@@ -42,6 +42,7 @@ from drumline.processes.titles import api_server_name, set_title
 from drumline.server import console
 from drumline.server.app import create_app
 from drumline.server.errors import ApiError, unavailable
+from drumline.server.prompts import TextFiles, TextRoom
 from drumline.server.service import Service
 from drumline.server.sockets import bind, is_loopback, listeners, url
 from drumline.server.uvicorn_server import HttpServer
@@ -192,26 +193,35 @@ class Command:
         self.service.set_phase("resolving the model")
         config = await resolve(self._config, self.service.set_phase)
         self.service.set_phase("starting the engine")
-        # Late, so that the first answers of /startupz do not wait for ZMQ and numpy.
+        # Late, so that the first answers of /startupz do not wait for ZMQ.
         from drumline.engine.client import AsyncEngineClient
 
         self._engine = self.service.engine = AsyncEngineClient(config)
-        from drumline.server.prompts import TextFiles, TextRoom
-
-        reading = asyncio.create_task(asyncio.to_thread(TextFiles.read, config))
-        showing = asyncio.create_task(self._show_progress())
-        try:
-            info = await self._engine.start()
-            files = await reading
-        finally:
-            for task in (showing, reading):
-                task.cancel()
-            await asyncio.wait({showing, reading})
+        info, files = await self._start_engine(
+            asyncio.create_task(self._engine.start()),
+            asyncio.create_task(asyncio.to_thread(TextFiles.read, config)),
+            asyncio.create_task(self._show_progress()),
+        )
         self.service.ready(self._engine, TextRoom(files, info, seed=config.model.seed))
         await self._announce(info)
         gc.collect()
         gc.freeze()
         return self._engine
+
+    async def _start_engine(
+        self, starting: asyncio.Task[EngineInfo], reading: asyncio.Task[TextFiles], showing: asyncio.Task[None]
+    ) -> tuple[EngineInfo, TextFiles]:
+        """Both results; the first error ends the other too."""
+        try:
+            await asyncio.wait({starting, reading}, return_when=asyncio.FIRST_EXCEPTION)
+            if reading.done():
+                # A tokenizer that cannot be used is known long before the engine is ready.
+                reading.result()
+            return await starting, await reading
+        finally:
+            for task in (starting, reading, showing):
+                task.cancel()
+            await asyncio.gather(starting, reading, showing, return_exceptions=True)
 
     async def _show_progress(self) -> None:
         progress = console.Progress()
@@ -308,6 +318,11 @@ def kill_children() -> None:
 
 
 def kill_everything() -> NoReturn:
-    """The second signal: no ladder, no last words."""
+    """The second signal: no ladder, no last words, but nothing left behind either."""
+    from drumline.transport.sockets import remove_stale
+
     kill_children()
+    # The folder of the engine's socket is locked by an open descriptor for as long as its maker lives.
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    remove_stale()
     os._exit(ExitCode.INTERRUPTED)
