@@ -108,7 +108,7 @@ def test_top_k_and_top_p(seed: int, top_k: int, top_p: float, temperature: float
     assert keep[0, int(logits.argmax())]
 
 
-def test_top_p_beyond_the_head_that_is_sorted_first() -> None:
+def test_top_p_of_a_flat_distribution() -> None:
     logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(1)) * 0.01
     for top_p in (0.05, 0.5, 0.999):
         keep = kept_tokens(logits, np.array([1.0]), np.array([0], dtype=np.int32), np.array([top_p]))
