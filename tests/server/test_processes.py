@@ -181,8 +181,10 @@ def test_the_command_itself_is_killed(serve: Callable[..., Serve]) -> None:
     assert server.text.count("APIServer_0") >= 1
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.OK)])
-@pytest.mark.parametrize("moment", ["at once", "while starting"])
+@pytest.mark.parametrize(
+    ("number", "code", "moment"),
+    [(signal.SIGINT, ExitCode.INTERRUPTED, "at once"), (signal.SIGTERM, ExitCode.OK, "while starting")],
+)
 def test_a_signal_during_the_start(serve: Callable[..., Serve], number: int, code: int, moment: str) -> None:
     server = serve()
     server.port()
