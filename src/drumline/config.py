@@ -8,11 +8,14 @@ made-up machines. All of it is data (msgspec encodes it) and travels to the proc
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from drumline.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 BACKENDS = ("uni", "mp", "ray", "external_launcher")
 """Names of the executor backends; a dotted name or an Executor subclass stands for any other."""
@@ -22,9 +25,18 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
+_FLAGS = {"execute_timeout_s": "execute-model-timeout", "platform": "device"}
+"""Fields whose flag has another name."""
+
+
+def flag_of(name: str) -> str:
+    """Flag of the command line that fills a field."""
+    return "--" + _FLAGS.get(name, name.removesuffix("_s").replace("_", "-"))
+
+
 def option(name: str) -> str:
     """How messages name a field: as Python users know it and as the command line does."""
-    return f"{name} (--{name.removesuffix('_s').replace('_', '-')})"
+    return f"{name} ({flag_of(name)})"
 
 
 def _whole(config: Any, names: Iterable[str], least: int = 1) -> None:
@@ -263,6 +275,7 @@ class ModelConfig:
     load_format: str = "auto"
     """``auto``, ``safetensors``, or ``dummy`` (random weights from the config alone)."""
     trust_remote_code: bool = False
+    """Known to vLLM's users: accepted with a warning and set back, since no such code is ever run."""
     seed: int = 0
     served_model_name: tuple[str, ...] = ()
     """Names under which the API knows the model; empty: ``model``."""
@@ -272,6 +285,13 @@ class ModelConfig:
     enforce_eager: bool = False
 
     def __post_init__(self) -> None:
+        if self.trust_remote_code:
+            log.warning(
+                "%s has no effect: models are built from transformers' own classes, never from code that comes with "
+                "them",
+                option("trust_remote_code"),
+            )
+            object.__setattr__(self, "trust_remote_code", False)
         _one_of(self, "dtype", DTYPES)
         _one_of(self, "load_format", LOAD_FORMATS)
         if self.max_model_len is not None:

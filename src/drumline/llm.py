@@ -19,8 +19,8 @@ import contextlib
 import dataclasses
 import difflib
 import itertools
-import logging
 import os
+import pickle
 import threading
 import time
 import weakref
@@ -29,9 +29,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 from drumline.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, ProcessConfig, SchedulerConfig
 from drumline.engine.client import SyncEngineClient
-from drumline.engine.protocol import ProcessState
+from drumline.engine.protocol import EngineStats, ProcessState
 from drumline.errors import ConfigError, RequestError
 from drumline.model.resolve import resolve
 from drumline.plan.sampling import SamplingParams
@@ -42,8 +44,6 @@ from drumline.text.results import CompletionOutput, Logprob, OutputAssembler, Re
 from drumline.text.tokenizer import Tokenizer, read_eos_token_ids, read_sampling_defaults, tokenizer_file
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
-
-logger = logging.getLogger(__name__)
 
 _SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,
@@ -284,18 +284,26 @@ class LLM:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every worker; their answers in the order of ranks.
+        """Call a method of every worker, or a function with the worker as its first argument; answers in rank order.
 
-        ``worker_extension_cls`` adds methods of your own. Arguments and answers are plain data. Raises
-        :class:`RemoteCallError` if a worker raises, :class:`RPCTimeoutError` after ``timeout`` seconds. Functions
-        instead of names: not yet, TypeError.
+        ``worker_extension_cls`` adds methods of your own. Functions, arguments and answers travel pickled, over the
+        sockets that only processes of this LLM know. Raises :class:`RemoteCallError` if a worker raises,
+        :class:`RPCTimeoutError` after ``timeout`` seconds.
         """
         self._check_usable()
-        if callable(method):
-            raise TypeError("collective_rpc takes the name of a worker method; add your own with worker_extension_cls")
-        limit = _LONG if timeout is None else timeout
-        answers: list[Any] = self._client.call("collective_rpc", method, list(args), dict(kwargs or {}), timeout=limit)
-        return answers
+        call = cloudpickle.dumps((method, tuple(args), dict(kwargs or {})), protocol=5)
+        answers = self._client.call("pickled_rpc", call, timeout=_LONG if timeout is None else timeout)
+        return list(pickle.loads(answers))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of all prompts so far, as after a change of weights. True: it cannot fail."""
+        self._check_usable()
+        self._client.call("reset_prefix_cache")
+        return True
+
+    def stats(self) -> EngineStats:
+        """State of the scheduler after its last step: running and waiting requests, KV blocks, prefix hits ..."""
+        return self._client.stats()
 
     def processes(self) -> list[ProcessState]:
         """All processes of this LLM, the program's own first."""
@@ -348,9 +356,6 @@ def make_config(**options: Any) -> EngineConfig:
     asked = [name for name in _NOT_BUILT if options.get(name) not in (None, _FIELDS[name][1])]
     if asked:
         raise ConfigError(f"not built yet: {', '.join(asked)}. Today one machine runs tensor_parallel_size=N.")
-    if given["model"].get("trust_remote_code"):
-        logger.warning("trust_remote_code has no effect: only models that transformers itself defines are loaded")
-        given["model"]["trust_remote_code"] = False
     made = {section: kind(**given[section]) for section, kind in _SECTIONS.items()}
     return EngineConfig(platform=platform, **made)
 

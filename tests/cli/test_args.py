@@ -4,7 +4,7 @@ import pytest
 
 from drumline.cli import args
 from drumline.cli.main import main
-from drumline.config import EngineConfig, ServerConfig
+from drumline.config import EngineConfig, ServerConfig, flag_of
 from drumline.errors import ConfigError
 
 
@@ -168,4 +168,29 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_flag_fills_a_field() -> None:
     for flags in args.GROUPS.values():
         for flag in flags:
-            assert flag.field in set(args.SECTIONS[flag.section].__dataclass_fields__), flag.names
+            kind = args.SECTIONS.get(flag.section, EngineConfig)
+            assert flag.field in set(kind.__dataclass_fields__), flag.names
+            # What messages of the configuration call it.
+            assert flag_of(flag.field) in flag.names
+
+
+def test_waits_rings_and_device() -> None:
+    waits = "--start-timeout 1 --execute-model-timeout 2.5 --shutdown-timeout 3 --failure-grace 4"
+    rings = "--mq-slots 8 --mq-slot-bytes 1KiB --mq-answer-slots 4 --mq-answer-slot-bytes 512"
+    engine, _ = parsed(*waits.split(), *rings.split(), "--distributed-timeout", "5", "--device", "cpu")
+    process = engine.process
+    assert (process.start_timeout_s, process.execute_timeout_s, process.shutdown_timeout_s) == (1, 2.5, 3)
+    assert process.failure_grace_s == 4
+    assert (process.mq_slots, process.mq_slot_bytes, process.mq_answer_slots) == (8, 1024, 4)
+    assert process.mq_answer_slot_bytes == 512
+    assert engine.parallel.distributed_timeout_s == 5
+    assert engine.platform == parsed("--platform", "cpu")[0].platform == "cpu"
+    with pytest.raises(ConfigError, match=r"execute_timeout_s \(--execute-model-timeout\) must be"):
+        parsed("--execute-model-timeout", "0")
+
+
+def test_remote_code_is_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    engine, server = parsed("some/model", "--trust-remote-code")
+    args.refuse_unbuilt(args.argparse.Namespace(), engine, server)
+    assert "trust_remote_code (--trust-remote-code) has no effect" in caplog.text
+    assert not engine.model.trust_remote_code

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drumline.errors import ConfigError, RemoteCallError, RequestError
+from drumline.errors import ConfigError, RemoteCallError, RequestError, RPCTimeoutError
 from drumline.llm import LLM, SamplingParams, make_config
 
 from .conftest import SMALL
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@dataclass
+class Place:
+    """An answer that is no plain data."""
+
+    number: int
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +108,7 @@ def test_lengths(llm: LLM) -> None:
 
 
 def test_bad_requests_are_told_before_anything_runs(llm: LLM) -> None:
-    before = llm._client.stats().steps
+    before = llm.stats().steps
     for prompts, params, problem in (
         (["fox", ""], None, "prompt is empty"),
         ([[5] * 256], None, "256 tokens; this model takes at most 256"),
@@ -109,7 +119,7 @@ def test_bad_requests_are_told_before_anything_runs(llm: LLM) -> None:
     ):
         with pytest.raises(RequestError, match=problem):
             llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
-    assert llm._client.stats().steps == before
+    assert llm.stats().steps == before
 
 
 def test_chat(llm: LLM) -> None:
@@ -141,6 +151,8 @@ def test_prefix_cache_is_told(llm: LLM) -> None:
     prompt = list(range(100, 140))
     llm.generate([prompt], GREEDY, use_tqdm=False)
     assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 32
+    assert llm.reset_prefix_cache()
+    assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
     salted = {"prompt_token_ids": prompt, "cache_salt": "other"}
     assert llm.generate(salted, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
 
@@ -173,8 +185,27 @@ def test_calls_to_workers(llm: LLM) -> None:
     assert llm.collective_rpc("add_rank", kwargs={"base": 20}, timeout=30) == [20, 21]
     with pytest.raises(RemoteCallError, match="no such luck"):
         llm.collective_rpc("fail")
-    with pytest.raises(TypeError, match="name of a worker method"):
-        llm.collective_rpc(print)
+    assert llm.generate("fox", GREEDY, use_tqdm=False)[0].finished
+
+
+def test_functions_run_on_workers(llm: LLM) -> None:
+    offset = 100
+
+    def place(worker: Any, *, step: int) -> Place:
+        return Place(worker.rank * step + offset)
+
+    assert llm.collective_rpc(place, kwargs={"step": 5}) == [Place(100), Place(105)]
+    assert llm.collective_rpc(lambda worker, text: {worker.rank: {text}}, args=("x",)) == [{0: {"x"}}, {1: {"x"}}]
+
+    def refuse(worker: Any) -> None:
+        raise LookupError(f"rank {worker.rank} says no")
+
+    with pytest.raises(RemoteCallError, match="says no"):
+        llm.collective_rpc(refuse)
+    with pytest.raises(RemoteCallError, match="pickle"):
+        llm.collective_rpc(lambda worker: threading.Lock())
+    with pytest.raises(RPCTimeoutError):
+        llm.collective_rpc(lambda worker: time.sleep(0.5), timeout=0.05)
     assert llm.generate("fox", GREEDY, use_tqdm=False)[0].finished
 
 
@@ -194,7 +225,7 @@ def test_an_exception_in_between_aborts_the_requests(llm: LLM) -> None:
     with pytest.raises(ZeroDivisionError):
         llm.generate([[5], [6]], [long, short], use_tqdm=Bar)
     llm.generate([7], GREEDY, use_tqdm=False)
-    assert llm._client.stats().num_running == 0
+    assert llm.stats().num_running == 0
 
 
 def test_processes_and_repr(llm: LLM) -> None:
@@ -235,7 +266,8 @@ def test_options_reach_their_section(caplog: pytest.LogCaptureFixture) -> None:
     assert config.model.served_model_name == ("name",)
     assert config.model.dtype == "bfloat16"
     assert config.platform == "cpu"
-    assert "trust_remote_code has no effect" in caplog.text
+    assert "has no effect" in caplog.text
+    assert not config.model.trust_remote_code
 
 
 class FakeDtype:

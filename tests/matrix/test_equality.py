@@ -140,7 +140,7 @@ def test_greedy(models: Models, model: str, tp: int, options: str) -> None:
             tally.add(compare_greedy(reference, prompts[i], got), f"alone {i}")
         for i, got in enumerate(tokens_of(llm, prompts[:6], params[:6])):
             tally.add(compare_greedy(reference, prompts[i], got), f"again {i}")
-        stats = llm._client.stats()
+        stats = llm.stats()
     tally.check()
     if options.startswith("tight") and model != "default":
         assert stats.preemptions > 0
@@ -179,7 +179,7 @@ def test_sampled(models: Models, model: str, options: str) -> None:
     for tp in (1, 2, 3):
         with start(path, tp, OPTIONS[options]) as llm:
             got = tokens_of(llm, prompts, params)
-            preemptions = llm._client.stats().preemptions
+            preemptions = llm.stats().preemptions
         assert preemptions > 0 or options == "plain" or model == "default"
         for i, tokens in enumerate(got):
             p = params[i]

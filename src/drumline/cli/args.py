@@ -89,7 +89,8 @@ GROUPS: dict[str, list[Flag]] = {
         _flag("--chat-template", "model.chat_template", "file or text, replaces the model's", metavar="T"),
         _flag("--served-model-name", "model.served_model_name", "names in the API", several=True, metavar="NAME"),
         _flag("--seed", "model.seed", "seed of requests that bring none", count, metavar="N"),
-        _flag("--trust-remote-code", "model.trust_remote_code", "run code that comes with the model", None),
+        _flag("--trust-remote-code", "model.trust_remote_code", "no effect: transformers' own models are served", None),
+        _flag("--device --platform", "engine.platform", "auto, cpu, cuda, or another by entry point", metavar="NAME"),
         _flag("--enforce-eager", "model.enforce_eager", "no CUDA graphs", None),
         _flag("--skip-tokenizer-init", "model.skip_tokenizer_init", "token ids in, token ids out", None),
     ],
@@ -149,9 +150,15 @@ GROUPS: dict[str, list[Flag]] = {
         _flag("--worker-cls", "process.worker_cls", "worker class by its dotted name", metavar="NAME"),
         _flag("--worker-extension-cls", "process.worker_extension_cls", "class mixed into it", metavar="NAME"),
         _flag("--threads-per-worker", "process.threads_per_worker", "compute threads", count, metavar="N"),
-        _flag("--start-timeout-s", "process.start_timeout_s", "longest start without progress", float, metavar="S"),
-        _flag("--execute-timeout-s", "process.execute_timeout_s", "longest step", float, metavar="S"),
-        _flag("--shutdown-timeout-s", "process.shutdown_timeout_s", "each rung of the ladder", float, metavar="S"),
+        _flag("--mq-slots", "process.mq_slots", "slots of the ring for plans", count, metavar="N"),
+        _flag("--mq-slot-bytes", "process.mq_slot_bytes", "size of one (64KiB)", size, metavar="N"),
+        _flag("--mq-answer-slots", "process.mq_answer_slots", "slots of each ring for answers", count, metavar="N"),
+        _flag("--mq-answer-slot-bytes", "process.mq_answer_slot_bytes", "size of one (16KiB)", size, metavar="N"),
+        _flag("--start-timeout", "process.start_timeout_s", "longest start without progress", float, metavar="S"),
+        _flag("--execute-model-timeout", "process.execute_timeout_s", "longest step", float, metavar="S"),
+        _flag("--failure-grace", "process.failure_grace_s", "for all ranks to end a failed call", float, metavar="S"),
+        _flag("--shutdown-timeout", "process.shutdown_timeout_s", "each rung of the ladder", float, metavar="S"),
+        _flag("--distributed-timeout", "parallel.distributed_timeout_s", "longest collective", float, metavar="S"),
         _flag("--log-level", "process.log_level", "of drumline's own lines", choices=LOG_LEVELS),
         _flag("--log-dir", "process.log_dir", "a file for each process goes there", metavar="DIR"),
     ],
@@ -269,7 +276,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
 
 def configs(namespace: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     """The configuration that the flags ask for. ConfigError if it cannot work."""
-    given: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    given: dict[str, dict[str, Any]] = {section: {} for section in (*SECTIONS, "engine")}
     for name, value in vars(namespace).items():
         section, dot, field = name.partition(".")
         if dot and value is not None:
@@ -281,7 +288,7 @@ def configs(namespace: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
         given["server"]["api_key"] = (os.environ["DRUMLINE_API_KEY"],)
     made = {section: kind(**given[section]) for section, kind in SECTIONS.items()}
     server = made.pop("server")
-    return EngineConfig(**made), server
+    return EngineConfig(**made, **given["engine"]), server
 
 
 def refuse_unbuilt(namespace: argparse.Namespace, config: EngineConfig, server: ServerConfig) -> None:
@@ -297,7 +304,6 @@ def refuse_unbuilt(namespace: argparse.Namespace, config: EngineConfig, server: 
             ("--enable-expert-parallel", parallel.enable_expert_parallel),
             ("--nnodes", parallel.nnodes > 1),
             ("--api-server-count", server.api_server_count > 1),
-            ("--trust-remote-code", config.model.trust_remote_code),
         )
         if value
     ]

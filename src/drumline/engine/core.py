@@ -22,12 +22,15 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import socket
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import cloudpickle
 
 from drumline.engine.channel import Incoming, Outgoing, Undecodable
 from drumline.engine.protocol import (
@@ -82,6 +85,21 @@ class _Flight:
     """The future is that of sample_tokens."""
 
 
+class _Pickled:
+    """A future whose result is pickled."""
+
+    def __init__(self, future: Future) -> None:
+        self._future = future
+        self.deadline = future.deadline
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> bytes:
+        pickled: bytes = cloudpickle.dumps(self._future.result(timeout), protocol=5)
+        return pickled
+
+
 class EngineCore:
     """See the module's text.
 
@@ -114,6 +132,7 @@ class EngineCore:
             "reset_prefix_cache": scheduler.reset_prefix_cache,
             "request_ids": scheduler.request_ids,
             "collective_rpc": self._collective_rpc,
+            "pickled_rpc": self._pickled_rpc,
         }
         executor.register_failure_callback(lambda report: waiter.ring())
 
@@ -265,6 +284,14 @@ class EngineCore:
     ) -> Future:
         future: Future = self._executor.collective_rpc(method, tuple(args or ()), kwargs or {}, non_block=True)
         return future
+
+    def _pickled_rpc(self, call: bytes) -> Future:
+        """``call``: pickled (method or function, args, kwargs), from the process that started this one.
+
+        The answers go back pickled, since workers may give anything.
+        """
+        method, args, kwargs = pickle.loads(call)
+        return _Pickled(self._executor.collective_rpc(method, tuple(args), kwargs, non_block=True))
 
     def _answer(self, call_id: int, method: str, function: Callable[..., Any], *args: Any) -> None:
         """Send what a call gave, or what it raised. A future is answered when it is done."""

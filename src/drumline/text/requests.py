@@ -22,6 +22,8 @@ from drumline.text.tokenizer import Tokenizer
 
 MAX_LOGPROBS = 20
 """Most top log-probabilities a request may ask for, as in vLLM and OpenAI's API."""
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code for what does not fit into the model's context; clients look for it."""
 _SEEDS = 2**64
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -146,6 +148,7 @@ class RequestBuilder:
             raise RequestError(
                 f"The prompt has {len(text)} characters; this model takes at most {self.max_model_len} tokens.",
                 param="prompt",
+                code=TOO_LONG,
             )
         ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if not ids:
@@ -185,6 +188,7 @@ class RequestBuilder:
                 f"The prompt has {length} tokens; this model takes at most {self.max_model_len} tokens, prompt and "
                 "output together, so at least one must be left for the output. Shorten the prompt.",
                 param="prompt",
+                code=TOO_LONG,
             )
 
     # ------------------------------------------------------------------------------------------------ parameters
@@ -212,6 +216,7 @@ class RequestBuilder:
                 f"max_tokens is {asked}, but with a prompt of {length} tokens only {room} fit into the "
                 f"{self.max_model_len} tokens that this model takes. Lower max_tokens or shorten the prompt.",
                 param="max_tokens",
+                code=TOO_LONG,
             )
         return min(asked, room)
 
