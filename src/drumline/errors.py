@@ -9,6 +9,7 @@ The tree::
     +-- TransportError
     |   +-- MessageTooLargeError (ValueError)
     |   +-- ChannelClosedError              the other side is gone or the channel was shut down
+    |   +-- CollectiveError (RuntimeError)  a rank did not take part in a collective
     +-- RPCTimeoutError (TimeoutError)      a call did not end before its deadline
     +-- RemoteCallError                     a worker method raised; the executor stays usable
     +-- FailedError                         carries a FailureReport: something broke for good
@@ -128,6 +129,10 @@ class MessageTooLargeError(TransportError, ValueError):
 
 class ChannelClosedError(TransportError):
     """The channel was shut down or its other side is gone. Whoever owns the channel knows why."""
+
+
+class CollectiveError(TransportError, RuntimeError):
+    """Ranks did not take part in a collective: the message names them. The group is of no use any more."""
 
 
 class RPCTimeoutError(DrumlineError, TimeoutError):

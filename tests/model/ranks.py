@@ -125,7 +125,7 @@ def _end(ranks: list[tuple[int, socket.socket]]) -> None:
 def _fork_ranks(host: socket.socket, config: EngineConfig, blocks: int, size: int) -> list[tuple[int, socket.socket]]:
     from drumline.parallel.rendezvous import create_rendezvous
 
-    fd, init_method = create_rendezvous()
+    rendezvous = create_rendezvous(config.parallel.world_size)
     ranks: list[tuple[int, socket.socket]] = []
     for rank in range(config.parallel.world_size):
         mine, theirs = socket.socketpair()
@@ -135,7 +135,7 @@ def _fork_ranks(host: socket.socket, config: EngineConfig, blocks: int, size: in
                 channel.close()
             code = 1
             try:
-                _rank(theirs, config, rank, init_method, blocks, size)
+                _rank(theirs, config, rank, rendezvous.init_method, blocks, size)
                 code = 0
             except BaseException:  # noqa: BLE001  a forked child must end here
                 traceback.print_exc()
@@ -143,7 +143,7 @@ def _fork_ranks(host: socket.socket, config: EngineConfig, blocks: int, size: in
                 os._exit(code)
         theirs.close()
         ranks.append((pid, mine))
-    os.close(fd)
+    rendezvous.close()
     return ranks
 
 

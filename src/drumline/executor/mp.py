@@ -129,7 +129,7 @@ class MultiprocExecutor(Executor):
         threads = self.platform.threads_per_worker(
             self.process.threads_per_worker, self.parallel.local_devices, os.environ
         )
-        rendezvous, _ = create_rendezvous()
+        rendezvous = create_rendezvous(self.world_size)
         try:
             for rank in self._all_ranks:
                 local_rank = local_rank_of(self.parallel, rank)
@@ -142,13 +142,13 @@ class MultiprocExecutor(Executor):
                     rank=rank,
                     env=environment,
                     threads=threads,
-                    fds=(self._segment.fd, self.waiter.fd, self._worker_waiters[rank].fd, rendezvous),
+                    fds=(self._segment.fd, self.waiter.fd, self._worker_waiters[rank].fd, *rendezvous.fds),
                 )
                 member = forkserver.spawn(spec)
                 self._members.append(member)
                 self._supervisor.add(member)
         finally:
-            os.close(rendezvous)
+            rendezvous.close()
 
     def workers(self) -> list[WorkerState]:
         """All workers in rank order."""

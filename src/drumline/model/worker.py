@@ -15,6 +15,7 @@ from drumline.model.runner import ModelRunner
 from drumline.model.sampling import Sampler
 from drumline.parallel.groups import Groups, init_groups
 from drumline.parallel.layout import Layout, device_index, worker_places
+from drumline.parallel.rendezvous import collective_backend
 from drumline.parallel.shards import vocab_shards
 from drumline.plan.kv import KVConfig, KVSpec
 from drumline.plan.step import StepOutput, StepPlan
@@ -75,7 +76,7 @@ class ModelWorker:
             self.rank,
             self.context.local_rank,
             self.context.distributed_init_method,
-            backend,
+            collective_backend(backend, self.context.distributed_init_method),
         )
         self.groups = init_groups(
             self.layout,

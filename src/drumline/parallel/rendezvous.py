@@ -1,12 +1,18 @@
 """Where the ranks of one world first meet. No torch here.
 
-On one machine the meeting place is a file store in a memfd: nothing to name, nothing left behind after a kill, no
-port that could be taken between probing and binding. torch opens it by path, ``/proc/self/fd/N``, once for each
-operation, so the descriptor must stay open (under the same number) as long as the groups live, and descriptors of
-different processes may have different numbers: each makes its own init method with :func:`file_init_method`.
+On one machine the meeting place is two memfds: nothing to name, nothing left behind after a kill, no port that could
+be taken between probing and binding.
 
-A memfd is good for one world only: keys of a former world would be taken for the new one's. A restarted engine makes
-a new one.
+* The *memory* is what ranks do their collectives through (:mod:`drumline.parallel.shm`), and all they need on CPUs.
+* The *store* is a file store for what torch makes itself (NCCL, gloo for pipeline stages). torch opens it by path,
+  ``/proc/self/fd/N``, once for each operation.
+
+Both descriptors must stay open under the same numbers until the groups are made (the store: as long as they live).
+Numbers may differ between processes, so each makes its own init method with :func:`file_init_method`; the memory is
+in it as ``?shm=N``, which torch ignores, so that a worker class that knows only torch can use it too.
+
+A meeting place is good for one world only: what a former world left in it would be taken for the new one's. A
+restarted engine makes a new one.
 
 Between machines it is TCP to the leader: :func:`tcp_init_method`. Whoever reaches that port can take part: the
 network between the machines must be private. A machine's own address is the one from which its route to the leader
@@ -15,27 +21,65 @@ starts (:func:`own_address`): names and interfaces may be many, that one is know
 
 from __future__ import annotations
 
+import os
 import socket
-from urllib.parse import urlsplit
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import parse_qs, urlsplit
 
 from drumline.config import ParallelConfig
 from drumline.errors import ConfigError
+from drumline.parallel.boxes import Boxes
 from drumline.transport.memory import memfd
 
 
-def create_rendezvous(name: str = "drumline-rendezvous") -> tuple[int, str]:
-    """A new meeting place for the ranks of one world on this machine.
+@dataclass(frozen=True)
+class Rendezvous:
+    """The meeting place of one world, in the process that made it. Closed there once the ranks have it."""
 
-    Returns (fd, init_method). The fd is close-on-exec; it is passed to the workers and closed by whoever created it
-    once they have it. ``init_method`` holds for processes in which the descriptor has this number.
-    """
-    fd = memfd(name)
-    return fd, file_init_method(fd)
+    store: int
+    memory: int
+
+    @property
+    def fds(self) -> tuple[int, int]:
+        """What to pass to the ranks; they hand it to :func:`init_method_for`."""
+        return self.store, self.memory
+
+    @property
+    def init_method(self) -> str:
+        """Init method for processes in which the descriptors have these numbers, such as forked children."""
+        return file_init_method(self.store, self.memory)
+
+    def close(self) -> None:
+        """Close the descriptors. The ranks have theirs."""
+        for fd in self.fds:
+            os.close(fd)
 
 
-def file_init_method(fd: int) -> str:
-    """Init method of a process that has the meeting place as descriptor ``fd``."""
-    return f"file:///proc/self/fd/{fd}"
+def create_rendezvous(ranks: int, name: str = "drumline-rendezvous") -> Rendezvous:
+    """A new meeting place for the ``ranks`` ranks of one world on this machine. Descriptors are close-on-exec."""
+    store = memfd(name)
+    try:
+        return Rendezvous(store, memfd(f"{name}-memory", Boxes(ranks).total_bytes))
+    except BaseException:
+        os.close(store)
+        raise
+
+
+def file_init_method(store: int, memory: int | None = None) -> str:
+    """Init method of a process that has the meeting place as these descriptors; without memory all goes over torch."""
+    return f"file:///proc/self/fd/{store}" + ("" if memory is None else f"?shm={memory}")
+
+
+def memory_of(init_method: str) -> int | None:
+    """Descriptor of the memory in an init method; None if it has none."""
+    found = parse_qs(urlsplit(init_method).query).get("shm")
+    return int(found[0]) if found else None
+
+
+def collective_backend(device_backend: str, init_method: str) -> str:
+    """Name of what moves the tensors of device groups: the platform's, or ``shm`` where that takes gloo's place."""
+    return "shm" if device_backend == "gloo" and memory_of(init_method) is not None else device_backend
 
 
 def tcp_init_method(host: str, port: int) -> str:
@@ -58,12 +102,12 @@ def own_address(init_method: str) -> str | None:
     return own
 
 
-def init_method_for(parallel: ParallelConfig, fd: int | None) -> str:
-    """The init method of a worker: empty for world size 1, the memfd on one machine, else the leader's address."""
+def init_method_for(parallel: ParallelConfig, fds: Sequence[int]) -> str:
+    """The init method of a worker: empty for world size 1, the memfds on one machine, else the leader's address."""
     if parallel.world_size == 1:
         return ""
     if parallel.nnodes_within_dp > 1:
         return tcp_init_method(parallel.master_addr, parallel.master_port)
-    if fd is None:
-        raise ConfigError("workers of one machine need the descriptor of their rendezvous")
-    return file_init_method(fd)
+    if not fds:
+        raise ConfigError("workers of one machine need the descriptors of their rendezvous")
+    return file_init_method(*fds)

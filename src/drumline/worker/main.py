@@ -60,8 +60,8 @@ class WorkerProcess:
         self._channels, self._rendezvous = self._attach(child.fds)
         child.on_stop(self._channels.waiter.ring)
 
-    def _attach(self, fds: tuple[int, ...]) -> tuple[Channels, int]:
-        segment_fd, executor_bell_fd, own_bell_fd, rendezvous = fds
+    def _attach(self, fds: tuple[int, ...]) -> tuple[Channels, tuple[int, ...]]:
+        segment_fd, executor_bell_fd, own_bell_fd, *rendezvous = fds
         rank, world_size = self._task.rank, self._parallel.world_size
         layout = SegmentLayout.of(world_size, self._task.config.process)
         buf = SharedMemory.attach(segment_fd).buf
@@ -74,7 +74,7 @@ class WorkerProcess:
             waiter=Waiter.attach(own_bell_fd),
             codec=make_codec(),
         )
-        return channels, rendezvous
+        return channels, tuple(rendezvous)
 
     def run(self) -> None:
         """The whole life of the process."""

@@ -27,7 +27,7 @@ class WorkerContext:
     local_rank: int
     """Rank among the workers of this machine; picks the device."""
     distributed_init_method: str
-    """Rendezvous, such as ``file:///proc/self/fd/7``; empty for world size 1."""
+    """Rendezvous, such as ``file:///proc/self/fd/7?shm=8``; empty for world size 1."""
     is_driver: bool
     """TP place is 0."""
     set_phase: Callable[[str], None] = field(default=lambda phase: None)

@@ -11,6 +11,7 @@ from typing import Any
 from drumline.config import ParallelConfig, ProcessConfig
 from drumline.errors import ConfigError
 from drumline.parallel.layout import worker_places
+from drumline.parallel.rendezvous import collective_backend
 from drumline.platforms import resolve_platform
 from drumline.processes.titles import worker_name
 from drumline.worker.protocol import WorkerContext
@@ -116,7 +117,9 @@ def _log_place(context: WorkerContext, device: str) -> None:
         context.rank,
         context.local_rank,
         context.distributed_init_method,
-        resolve_platform(context.config.platform).collective_backend,
+        collective_backend(
+            resolve_platform(context.config.platform).collective_backend, context.distributed_init_method
+        ),
         device,
     )
 

@@ -1,0 +1,57 @@
+"""Where everything is in the memory through which the ranks of one machine do their collectives. Pure arithmetic.
+
+::
+
+    member lines   one a rank: pid, PID namespace, "has left"
+    words          one a (group kind, rank): sequence word of that rank in its group of that kind
+    slots          two a (group kind, rank): what that rank shows to the others
+
+A rank is in one group of each kind, so (kind, rank) names a box without any table: the places do not depend on the
+layout of the world, only on its size, and whoever makes the memory need not know which groups there will be. Most
+boxes are never touched and take address space only: pages of a memfd come with the first touch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from drumline.parallel.layout import GroupKind
+
+LINE = 128
+"""Bytes between words of different writers: two cache lines of x86-64, which fetches them in pairs."""
+SLOT_BYTES = 1 << 20
+"""Bytes that a rank can show at once; longer tensors go in pieces."""
+
+_KINDS = {kind: index for index, kind in enumerate(GroupKind)}
+_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Offsets in bytes for a world of ``ranks`` ranks on this machine."""
+
+    ranks: int
+
+    def member_at(self, rank: int) -> int:
+        """The member line of a rank."""
+        return rank * LINE
+
+    def word_at(self, kind: GroupKind, rank: int) -> int:
+        """The sequence word of a rank in its group of this kind."""
+        return (self.ranks + self._box(kind, rank)) * LINE
+
+    def slot_at(self, kind: GroupKind, rank: int, parity: int) -> int:
+        """One of the two slots of a rank in its group of this kind."""
+        return self._control_bytes + (2 * self._box(kind, rank) + parity) * SLOT_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole memory."""
+        return self._control_bytes + 2 * len(_KINDS) * self.ranks * SLOT_BYTES
+
+    @property
+    def _control_bytes(self) -> int:
+        return -(-(1 + len(_KINDS)) * self.ranks * LINE // _PAGE) * _PAGE
+
+    def _box(self, kind: GroupKind, rank: int) -> int:
+        return _KINDS[kind] * self.ranks + rank

@@ -1,0 +1,234 @@
+"""Collectives through torch's process groups: gloo between machines and for pipeline stages, NCCL between GPUs.
+
+``torch.distributed.init_process_group`` would set up one world for the whole process, for ever, so that two engines
+could not live in one process, and every rank would have to create every group in the same order. Instead the backends
+(``ProcessGroupGloo``, ``ProcessGroupNCCL``) are made directly over a prefix of the world's store, each rank making
+only the groups that it is in. Calls go to the backend's own methods, which also saves the checks of
+``torch.distributed.all_reduce`` in each call.
+
+What torch still forces on a whole process: the libraries' environment variables (NCCL_*) are read once, and NCCL
+binds to the current device, so two engines on different devices need two processes.
+
+gloo opens one TCP listener a process without authentication; on one machine it is bound to loopback explicitly,
+whatever GLOO_SOCKET_IFNAME says. Between machines that variable decides, else the route to the leader.
+
+A peer that dies makes pending operations of gloo raise at once; one that is stopped is noticed only by the timeout
+(``abort`` frees only the one who calls it), so a supervisor has to kill the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from drumline.errors import ConfigError
+from drumline.parallel.layout import GroupKind
+from drumline.parallel.rendezvous import own_address
+
+_c10d: Any = dist  # much of what is used here is public but missing in torch's own lists of exports
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class ProcessGroup:
+    """One of torch's process group backends. What the operations do: ``GroupCoordinator``.
+
+    An error gets a note that names operation, group and rank.
+    """
+
+    def __init__(self, backend: Any, kind: GroupKind, ranks: Sequence[int], rank: int) -> None:
+        self._backend = backend
+        self._where = f"of {kind.value} group {tuple(ranks)} on rank {rank}"
+        self._size = len(ranks)
+        self._place = tuple(ranks).index(rank)
+        self._reductions = {name: _options(dist.AllreduceOptions, op) for name, op in _OPS.items()}
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
+        """Reduce in place."""
+        try:
+            self._backend.allreduce([tensor], self._reductions[op]).wait()
+        except Exception as error:
+            self._explain(error, f"all_reduce ({op})")
+            raise
+
+    def all_gather(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+        """All tensors along ``dim``, in new memory."""
+        # The backends want a contiguous piece of the same size from everyone, so short ones are padded; what was
+        # padded is left out when the pieces are put together.
+        longest = max(sizes)
+        piece = tensor.contiguous() if tensor.shape[dim] == longest else _padded(tensor, dim, longest)
+        gathered = piece.new_empty((self._size, *piece.shape))
+        self.all_gather_into(gathered, piece)
+        if dim == 0 and min(sizes) == longest:
+            return gathered.flatten(0, 1)
+        return torch.cat([gathered[i].narrow(dim, 0, size) for i, size in enumerate(sizes)], dim)
+
+    def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Gather equal, contiguous tensors into ``output`` [size, ...]."""
+        if not tensor.numel():
+            return
+        with self._explained("all_gather"):
+            self._backend._allgather_base(output.view(-1), tensor.view(-1)).wait()
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        """Member ``src``'s values, in place."""
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        options.rootTensor = 0
+        with self._explained(f"broadcast from member {src}"):
+            self._backend.broadcast([tensor], options).wait()
+
+    def send(self, tensor: torch.Tensor, dst: int) -> None:
+        """Send to member ``dst``."""
+        with self._explained(f"send to member {dst}"):
+            self._backend.send([tensor], dst, 0).wait()
+
+    def recv(self, tensor: torch.Tensor, src: int) -> None:
+        """Receive from member ``src``."""
+        with self._explained(f"recv from member {src}"):
+            self._backend.recv([tensor], src, 0).wait()
+
+    def broadcast_object(self, value: Any, src: int) -> Any:
+        """Member ``src``'s object, pickled. CPU groups only."""
+        if self._place == src:
+            data = _to_tensor(value)
+            self.broadcast(torch.tensor([data.numel()]), src)
+            self.broadcast(data, src)
+            return value
+        size, data = torch.empty(1, dtype=torch.int64), torch.empty(0, dtype=torch.uint8)
+        self.broadcast(size, src)
+        self.broadcast(data.resize_(int(size)), src)
+        return _to_object(data)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """All objects, pickled. CPU groups only."""
+        data = _to_tensor(value)
+        sizes = self.all_gather(torch.tensor([data.numel()]), 0, [1] * self._size).tolist()
+        return [_to_object(piece) for piece in torch.split_with_sizes(self.all_gather(data, 0, sizes), sizes)]
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        with self._explained("barrier"):
+            self._backend.barrier().wait()
+
+    def close(self) -> None:
+        """End its connections and threads."""
+        self._backend.shutdown()
+
+    @contextmanager
+    def _explained(self, operation: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._explain(error, operation)
+            raise
+
+    def _explain(self, error: Exception, operation: str) -> None:
+        error.add_note(f"in {operation} {self._where}")
+
+
+class Maker:
+    """Makes the process groups of one rank over one store.
+
+    The store is that of ``init_method``; rank 0 of a TCP rendezvous serves it, so keep the maker as long as the groups.
+    """
+
+    def __init__(self, rank: int, size: int, init_method: str, timeout_s: float, one_machine: bool) -> None:
+        self._rank = rank
+        self._timeout = timedelta(seconds=timeout_s)
+        self._store = next(_c10d.rendezvous(init_method, rank, size, timeout=self._timeout))[0]
+        self._store.set_timeout(self._timeout)
+        self._init_method = init_method
+        self._one_machine = one_machine
+        self._listener: Any = None
+
+    def gloo(self, kind: GroupKind, ranks: Sequence[int]) -> ProcessGroup:
+        """A group for CPU tensors. All of them share one listener, which the first one opens."""
+        if self._listener is None:
+            self._listener = _gloo_device(self._init_method, self._one_machine)
+        options = _c10d.ProcessGroupGloo._Options()
+        options._devices = [self._listener]
+        options._timeout = self._timeout
+        options._threads = 1
+        store, place, size = self._meeting(kind, ranks, "cpu")
+        return self._wrapped(_c10d.ProcessGroupGloo(store, place, size, options), kind, ranks)
+
+    def device(self, kind: GroupKind, ranks: Sequence[int], backend: str, device: torch.device | None) -> ProcessGroup:
+        """A group for tensors on the device, by the platform's backend."""
+        store, place, size = self._meeting(kind, ranks, "device")
+        make = self._nccl if backend == "nccl" else self._plugin
+        return self._wrapped(make(store, place, size, backend, device), kind, ranks)
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._store = self._listener = None
+
+    def _nccl(self, store: Any, place: int, size: int, _backend: str, device: torch.device | None) -> Any:
+        # Point-to-point operations here run in the order of all others, which is what this warns of.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+        options = _c10d.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        group = _c10d.ProcessGroupNCCL(store, place, size, options)
+        if device is not None:
+            group.eager_connect_single_device(device)  # or its memory would appear with the first use
+        return group
+
+    def _plugin(self, store: Any, place: int, size: int, backend: str, _device: torch.device | None) -> Any:
+        """Backends of other platforms: what they registered with torch.distributed."""
+        plugin = dist.Backend._plugins.get(backend.upper())
+        if plugin is None:
+            raise ConfigError(f"torch.distributed knows no backend {backend!r} for device groups")
+        if plugin.extended_api:
+            raise ConfigError(f"backend {backend!r} wants the options of a default process group; not supported")
+        return plugin.creator_fn(store, place, size, self._timeout)
+
+    def _meeting(self, kind: GroupKind, ranks: Sequence[int], what: str) -> tuple[Any, int, int]:
+        """Store, own place and size. The lowest rank makes the prefix unique among groups of one kind: disjoint."""
+        store = _c10d.PrefixStore(f"{kind.value}/{min(ranks)}/{what}", self._store)
+        return store, tuple(ranks).index(self._rank), len(ranks)
+
+    def _wrapped(self, backend: Any, kind: GroupKind, ranks: Sequence[int]) -> ProcessGroup:
+        return ProcessGroup(backend, kind, ranks, self._rank)
+
+
+def _gloo_device(init_method: str, one_machine: bool) -> Any:
+    """The one listener for all gloo groups of this process."""
+    make = _c10d.ProcessGroupGloo.create_device
+    if one_machine:
+        return make(interface=_LOOPBACK)
+    address = None if "GLOO_SOCKET_IFNAME" in os.environ else own_address(init_method)
+    return _c10d.ProcessGroupGloo.create_default_device() if address is None else make(hostname=address)
+
+
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+
+def _options(kind: Any, op: Any) -> Any:
+    options = kind()
+    options.reduceOp = op
+    return options
+
+
+def _padded(tensor: torch.Tensor, dim: int, extent: int) -> torch.Tensor:
+    """A contiguous copy that is ``extent`` long along ``dim``; what is new is uninitialised."""
+    shape = list(tensor.shape)
+    shape[dim] = extent
+    padded = tensor.new_empty(shape)
+    padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    return padded
+
+
+def _to_tensor(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value, protocol=5)), dtype=torch.uint8)
+
+
+def _to_object(data: torch.Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())
