@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,22 @@ def test_offline_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             resolve(config, quiet)
 
 
+def test_a_hub_that_does_not_answer_is_told_at_once(tmp_path: Path) -> None:
+    code = (
+        "from drumline.config import ModelConfig\n"
+        "from drumline.model.resolve import resolve\n"
+        "resolve(ModelConfig(model='someone/something'))"
+    )
+    # The address is read when the hub's client is imported, so in a process of its own. Nobody listens on port 9.
+    env = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    env.pop("HF_HUB_OFFLINE", None)
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    assert "cannot get someone/something from the hub: there is no network" in done.stderr
+    assert "Retrying" not in done.stderr
+    assert time.monotonic() - began < 15
+
+
 def test_hub_snapshot_takes_only_what_is_needed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client library is replaced: there is no hub to ask in tests."""
     folder, _ = tiny("qwen2")
@@ -78,11 +95,13 @@ def test_hub_snapshot_takes_only_what_is_needed(tiny: Tiny, monkeypatch: pytest.
         asked.append({"name": name} | options)
         return str(folder)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, revision: str(folder / file))
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name, **options: None)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda name, file, **options: str(folder / file))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert resolve(ModelConfig(model="Some/Model-1.5B", revision="abc"), quiet).path == str(folder)
     assert resolve(ModelConfig(model="Some/Model-1.5B", load_format="dummy"), quiet).path == str(folder)
     assert asked[0]["revision"] == "abc"
+    assert not asked[0]["local_files_only"]
     assert "*.safetensors" in asked[0]["allow_patterns"]
     assert "*.safetensors" not in asked[1]["allow_patterns"]
     assert all("*/*" in one["ignore_patterns"] for one in asked)

@@ -30,6 +30,8 @@ from drumline.model.spec import read_spec
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
+CONNECT_S = 10.0
+"""How long the hub may take to answer the first question."""
 _IGNORED = ["*/*", "consolidated*"]
 """Subfolders (other formats) and copies of the weights in the vendor's own format."""
 
@@ -108,17 +110,40 @@ def _snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
     except ImportError as error:
         raise ConfigError(f"{name} is no folder, and huggingface_hub is not installed: {error}") from error
     try:
+        where: dict[str, Any] = {"revision": revision, "local_files_only": not _reachable(name, revision)}
         if weights:
-            read_spec(Path(huggingface_hub.hf_hub_download(name, "config.json", revision=revision)).parent)
+            read_spec(Path(huggingface_hub.hf_hub_download(name, "config.json", **where)).parent)
         patterns = [*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else [])]
-        folder = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED
-        )
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=patterns, ignore_patterns=_IGNORED, **where)
     except ConfigError:
         raise
     except Exception as error:  # of httpx, of the hub's own: all mean that we do not have it
         raise ConfigError(f"cannot get {name} from the hub: {_reason(error)}") from error
     return Path(folder)
+
+
+def _reachable(name: str, revision: str | None) -> bool:
+    """The hub answers. Asked once: the retries of a download take half a minute to find out that it does not.
+
+    Raises what the hub says about the model.
+    """
+    import huggingface_hub
+
+    try:
+        huggingface_hub.HfApi().model_info(name, revision=revision, timeout=CONNECT_S)
+    except Exception as error:
+        if not _no_network(error):
+            raise
+        return False
+    return True
+
+
+def _no_network(error: Any) -> bool:
+    """The exception tells of a hub that did not answer. (What the hub answers are OSErrors too.)"""
+    kind = type(error).__name__
+    if getattr(error, "response", None) is not None:
+        return False
+    return isinstance(error, OSError) or any(word in kind for word in ("Connect", "Timeout", "Proxy", "Network"))
 
 
 def _reason(error: Any) -> str:
@@ -135,7 +160,7 @@ def _reason(error: Any) -> str:
     }
     if kind in known:
         return known[kind]
-    if kind == "LocalEntryNotFoundError" or isinstance(error, OSError) or "Connect" in kind or "Timeout" in kind:
+    if kind == "LocalEntryNotFoundError" or _no_network(error):
         from huggingface_hub import constants
 
         if constants.HF_HUB_OFFLINE:

@@ -255,11 +255,11 @@ def tokenizer_file(folder: str | Path) -> Path:
         if not folder.is_dir():
             raise ConfigError(f"{folder}: no such folder")
         others = [name for name in ("tokenizer.model", "vocab.json", "tekken.json") if (folder / name).exists()]
-        hint = f" There is a {others[0]}, but only tokenizer.json can be read" if others else ""
+        hint = f" There is a {others[0]}, but only tokenizer.json can be read." if others else ""
         raise ConfigError(
-            f"{folder}: has no tokenizer.json.{hint}. Save it with AutoTokenizer.from_pretrained(...)"
+            f"{folder}: has no tokenizer.json.{hint} Save it with AutoTokenizer.from_pretrained(...)"
             ".save_pretrained(folder), give another folder with --tokenizer, or skip the tokenizer "
-            "(skip_tokenizer_init) and send token ids."
+            "(--skip-tokenizer-init) and send token ids."
         )
     return file
 
