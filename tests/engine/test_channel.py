@@ -28,7 +28,7 @@ class Ends:
     def __init__(self) -> None:
         self.front = FrontChannel()
         self._came = threading.Condition()
-        self.core = CoreChannel(self.front.address, self._ring)
+        self.core = CoreChannel(self.front.door, self._ring)
         self.front.wait_connected(10, lambda: None)
 
     def _ring(self) -> None:
@@ -74,8 +74,8 @@ def test_messages_of_all_kinds_arrive_in_order(ends: Ends):
     assert [next(incoming), next(incoming)] == [outputs, result]
 
 
-def test_no_socket_file_is_left(ends: Ends):
-    assert not ends.front._dir.path.exists()
+def test_nobody_else_can_connect_afterwards(ends: Ends):
+    assert ends.front.door == -1
 
 
 def test_what_is_no_message_is_told_apart(ends: Ends):

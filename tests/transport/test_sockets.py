@@ -17,7 +17,15 @@ import zmq.asyncio
 
 from drumline.errors import RPCTimeoutError, TransportError
 from drumline.transport import sockets as module
-from drumline.transport.sockets import Peers, SocketDir, bind, connect, remove_stale
+from drumline.transport.sockets import (
+    Peers,
+    SocketDir,
+    bind,
+    bind_nameless,
+    connect,
+    door_address,
+    remove_stale,
+)
 
 from .procs import children
 
@@ -198,3 +206,16 @@ def test_many_at_once_never_take_each_others(alone: Path) -> None:
     with children() as start:
         assert [child.join() for child in [start(maker) for _ in range(3)]] == [0, 0, 0]
     assert list(alone.iterdir()) == []
+
+
+def test_a_nameless_socket_is_found_by_descriptor_only(context: zmq.Context[Any], alone: Path) -> None:
+    """Also by a peer that connects long after, and after a peer before it has gone."""
+    server, door = bind_nameless(context, zmq.DEALER)
+    assert list(alone.iterdir()) == []
+    with server:
+        for word in (b"first", b"second"):
+            with connect(context, zmq.DEALER, door_address(door)) as client:
+                client.send(word)
+                assert server.poll(5000)
+                assert server.recv() == word
+    os.close(door)

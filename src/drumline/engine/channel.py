@@ -37,7 +37,7 @@ from drumline.engine.protocol import (
     UtilityResult,
 )
 from drumline.processes.reports import make_report
-from drumline.transport.sockets import connect
+from drumline.transport.sockets import connect, door_address
 
 HIGH_WATER = 64
 """Messages that wait in the socket, on each side, before merging begins."""
@@ -102,13 +102,14 @@ class Backlog:
 class CoreChannel:
     """See the module's text. ``on_message`` is called, in the channel's thread, after something came into ``inbox``."""
 
-    def __init__(self, address: str, on_message: Callable[[], None]) -> None:
+    def __init__(self, door: int, on_message: Callable[[], None]) -> None:
+        """``door``: descriptor of the front end's socket (``FrontChannel.door``); stays open as long as this."""
         self.inbox: deque[Incoming | Undecodable] = deque()
         self.error: BaseException | None = None
         """What broke the channel; the main thread is woken then and should end."""
         self._outbox: deque[Outgoing] = deque()
         self._on_message = on_message
-        self._address = address
+        self._address = door_address(door)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
         self._decoder = msgspec.msgpack.Decoder(EngineRequest | Abort | UtilityCall)

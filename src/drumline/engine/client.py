@@ -3,7 +3,7 @@
 ::
 
     this process                                    engine core
-    client -- FrontChannel (ZMQ over a unix socket) -- CoreChannel -- EngineCore loop
+    client -- FrontChannel (ZMQ over a nameless unix socket) -- CoreChannel -- EngineCore loop
            -- control connection, pidfd (supervisor's thread) -- phases, ready, failure, stop
 
 Both start everything (fork server, engine core, through it the workers) and end everything. Neither needs a main guard,
@@ -79,7 +79,7 @@ class _Client:
             raise RuntimeError("an engine client is started once")
         channel = self._channel = FrontChannel()
         try:
-            self._processes.start(channel.address)
+            self._processes.start(channel.door)
             info = self._processes.wait_ready()
             channel.wait_connected(CONNECT_TIMEOUT_S, self._processes.raise_if_dead)
         except BaseException:

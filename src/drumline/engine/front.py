@@ -1,12 +1,14 @@
 """The front end's side of the ZMQ channel to the engine core: the socket, and what both clients do with it.
 
-The socket is bound before the engine core exists and its name is removed once the core is connected. Requests wait in
+The socket is bound before the engine core exists and has no name in the file system: the core is given a descriptor
+that leads to it (``door``). Requests wait in
 the socket as long as need be (the front end's own memory); outputs wait there up to a high water mark, from which on
 the engine core merges them (``engine.channel``), so a front end that does not read costs nobody memory.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,32 +19,37 @@ import zmq
 from drumline.engine.channel import HIGH_WATER, merge
 from drumline.engine.protocol import Abort, EngineOutputs, EngineRequest, RequestOutput, UtilityCall, UtilityResult
 from drumline.errors import RemoteCallError
-from drumline.transport.sockets import Peers, SocketDir, bind
+from drumline.transport.sockets import Peers, bind_nameless
 
 
 class FrontChannel:
     """One bound DEALER. Not thread-safe, but it may be used by one thread after another."""
 
     def __init__(self) -> None:
-        self._dir = SocketDir.create()
         self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
-        self.address = self._dir.address("core")
+        self.door = -1
+        """Descriptor for the engine core (``CoreChannel``); -1 once it is connected."""
         try:
-            self._socket = bind(self._context, zmq.DEALER, self.address, sndhwm=0, rcvhwm=HIGH_WATER)
+            self._socket, self.door = bind_nameless(self._context, zmq.DEALER, sndhwm=0, rcvhwm=HIGH_WATER)
             self._peers = Peers(self._socket)
         except BaseException:
             self._context.destroy(linger=0)
-            self._dir.close()
+            self._close_door()
             raise
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineOutputs | UtilityResult)
 
     def wait_connected(self, timeout_s: float, alive: Callable[[], None]) -> None:
-        """Wait for the engine core's connection, then remove the socket's name. ``alive`` raises if it died."""
+        """Wait for the engine core's connection; nobody else can connect then. ``alive`` raises if it died."""
         try:
             self._peers.wait(1, time.monotonic() + timeout_s, alive)
         finally:
-            self._dir.close()
+            self._close_door()
+
+    def _close_door(self) -> None:
+        door, self.door = self.door, -1
+        if door >= 0:
+            os.close(door)
 
     @property
     def fd(self) -> int:
@@ -72,7 +79,7 @@ class FrontChannel:
     def close(self) -> None:
         """Close everything. Idempotent."""
         self._peers.close()
-        self._dir.close()
+        self._close_door()
         self._context.destroy(linger=0)
 
 

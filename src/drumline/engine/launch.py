@@ -63,9 +63,9 @@ class EngineProcesses:
         self._stopping = False
         self._stopped = threading.Event()
 
-    def start(self, address: str) -> None:
+    def start(self, door: int) -> None:
         """Start fork server and engine core; returns before they have done anything. ConfigError if that is known to
-        be in vain."""
+        be in vain. ``door``: descriptor that leads the engine core to the front end's socket."""
         process = self.config.process
         preload = process.preload or preload_of(self.config)
         level = process.log_level
@@ -80,8 +80,9 @@ class EngineProcesses:
                 ProcessSpec(
                     role=engine_core_name(self.config.parallel.data_parallel_rank),
                     target="drumline.engine.main:main",
-                    payload=cloudpickle.dumps(CoreStart(config=self.config, address=address)),
+                    payload=cloudpickle.dumps(CoreStart(config=self.config)),
                     threads=core_threads(self.config),
+                    fds=(door,),
                     forkserver_access=True,
                 )
             )

@@ -32,7 +32,6 @@ from drumline.model.spec import ModelSpec, read_spec
 from drumline.plan.kv import KVSpec
 from drumline.processes import ChildContext
 from drumline.transport import Waiter
-from drumline.transport.sockets import remove_stale
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +44,6 @@ def main(child: ChildContext, payload: bytes) -> None:
     except (ExecutorFailedError, StartupError) as error:
         report = child.fail(error)
         raise SystemExit(int(ExitCode.STALLED if report.what == "hang" else ExitCode.WORKER_DIED)) from error
-    finally:
-        if child.owner_gone:
-            remove_stale()  # a front end that was killed while starting leaves a folder
 
 
 class EngineProcess:
@@ -56,7 +52,6 @@ class EngineProcess:
     def __init__(self, child: ChildContext, start: CoreStart) -> None:
         self._child = child
         self._config = start.config
-        self._address = start.address
         self._waiter = Waiter.create("engine")
         self._spec = read_spec(start.config.model.path)
 
@@ -65,7 +60,7 @@ class EngineProcess:
         executor = self._start_executor()
         try:
             scheduler, info = self._prepare(executor)
-            channel = CoreChannel(self._address, self._waiter.ring)
+            channel = CoreChannel(self._child.fds[0], self._waiter.ring)
             try:
                 self._serve(executor, scheduler, info, channel)
             finally:

@@ -117,8 +117,6 @@ class CoreStart:
 
     config: EngineConfig
     """With ``model.path`` set."""
-    address: str
-    """ZMQ address of the front end's socket."""
 
 
 class ProcessState(msgspec.Struct, kw_only=True):

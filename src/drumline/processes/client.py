@@ -26,6 +26,7 @@ from drumline.errors import ChannelClosedError, DrumlineError, FailureReport
 from drumline.processes import messages as m
 from drumline.processes.connection import Connection, socket_pair
 from drumline.processes.core import Exit, State
+from drumline.processes.environment import ONE_THREAD, root_environment
 from drumline.processes.linux import process_state
 from drumline.processes.logs import LogConfig
 from drumline.processes.reports import exit_report
@@ -33,6 +34,9 @@ from drumline.processes.titles import FORK_SERVER
 
 if TYPE_CHECKING:
     from drumline.processes.supervisor import Supervisor
+
+_IMPORTING_WAIT_S = 0.3
+"""How long a fork server that has no children yet may take to end: an import may be deep in C code."""
 
 _keys = itertools.count(1)
 _open_servers: weakref.WeakSet[ForkServer] = weakref.WeakSet()
@@ -162,7 +166,7 @@ class ForkServer:
         if not sys.executable:
             raise DrumlineError("sys.executable is empty: this interpreter cannot be started again (embedded Python?)")
         log = log or LogConfig.create()
-        base = {k: v for k, v in {**os.environ, **(env or {})}.items() if v is not None}
+        base = root_environment(env or {})
         console_fd = log.console_fd if _is_open(log.console_fd) else -1
         ours, theirs = socket_pair()
         with theirs:
@@ -259,6 +263,9 @@ class ForkServer:
         if self.process is not None:
             with contextlib.suppress(ChannelClosedError, TimeoutError):
                 self.conn.send(m.Shutdown(), timeout_s=0.0)
+            if self.phase != "ready":  # it reads nothing while it imports
+                self.process.terminate()
+                timeout_s = min(timeout_s, _IMPORTING_WAIT_S)
             self._reap(self.process, timeout_s)
         supervisor = self._supervisor() if self._supervisor else None
         if supervisor is not None:
@@ -332,8 +339,6 @@ def _command(module: str, fd: int) -> list[str]:
 
 def server_environment(base: Mapping[str, str]) -> dict[str, str]:
     """Environment in which our own modules are executed: one thread of every kind, drumline importable."""
-    from drumline.processes.environment import ONE_THREAD
-
     path = base.get("PYTHONPATH", "")
     return {**base, **ONE_THREAD, "PYTHONPATH": os.pathsep.join([package_folder(), *([path] if path else [])])}
 

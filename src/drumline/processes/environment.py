@@ -10,8 +10,10 @@ through torch, so these differ without harm.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 ONE_THREAD = dict.fromkeys(THREAD_VARIABLES, "1")
@@ -33,6 +35,24 @@ def needs_fresh(base: Mapping[str, str], changes: Mapping[str, str | None]) -> l
         for name, value in changes.items()
         if name not in THREAD_VARIABLES and READ_AT_IMPORT.fullmatch(name) and base.get(name) != value
     )
+
+
+def root_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
+    """This process's environment with ``changes`` (None removes), and a lasting place for torch's compile cache.
+
+    ``import torch._dynamo`` (transformers does it) makes a folder for that cache, by default below the temporary
+    folder, and leaves it there.
+    """
+    env = {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
+    if "TORCHINDUCTOR_CACHE_DIR" not in env:
+        try:
+            folder = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache", "drumline", "torchinductor")
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK | os.X_OK):
+                env["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+        except (OSError, RuntimeError):  # no home folder, or one that cannot be written to
+            pass
+    return env
 
 
 def child_environment(base: Mapping[str, str], changes: Mapping[str, str | None], threads: int) -> dict[str, str]:

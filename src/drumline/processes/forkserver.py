@@ -94,6 +94,7 @@ class ForkServerProcess:
         self.early: list[Frame[m.ToServer]] = []
         self.ending: float | None = None
         self.terminated = False
+        self.importing = False
         self.exit_code = 0
         self.oom_kills = linux.oom_kills()
         self.wake_r, self.wake_w = os.pipe()
@@ -130,6 +131,8 @@ class ForkServerProcess:
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
     def _on_sigterm(self, number: int, frame: types.FrameType | None) -> None:
+        if self.importing:  # no loop that would act on it, and no children that would need an end
+            os._exit(128 + signal.SIGTERM)
         self.terminated = True
 
     def _begin(self) -> bool:
@@ -150,6 +153,7 @@ class ForkServerProcess:
         return True
 
     def _import_all(self) -> bool:
+        self.importing = True
         signal.signal(signal.SIGALRM, self._look_for_root)
         signal.siginterrupt(signal.SIGALRM, False)
         signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
@@ -171,12 +175,11 @@ class ForkServerProcess:
             return False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        self.importing = False
         self.import_seconds = seconds
         return True
 
     def _look_for_root(self, number: int, frame: types.FrameType | None) -> None:
-        if self.terminated:
-            os._exit(128 + signal.SIGTERM)
         if _is_gone(self.root.pidfd) or _hung_up(self.root.conn.fd):
             if not self._said_goodbye() and _is_gone(self.root.pidfd, timeout_s=_EXIT_WAIT_S):
                 print_report(self._root_report(), self.console_fd)

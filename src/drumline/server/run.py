@@ -319,10 +319,5 @@ def kill_children() -> None:
 
 def kill_everything() -> NoReturn:
     """The second signal: no ladder, no last words, but nothing left behind either."""
-    from drumline.transport.sockets import remove_stale
-
     kill_children()
-    # The folder of the engine's socket is locked by an open descriptor for as long as its maker lives.
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    remove_stale()
     os._exit(ExitCode.INTERRUPTED)

@@ -1,13 +1,23 @@
 """Where ZMQ's unix sockets live, and for how long.
 
-A unix socket has a name in the file system only so that peers can find it; once they are connected the name is not
-needed any more (connections survive its removal, tried), and what has no name cannot be left behind. So::
+A unix socket has a name in the file system only so that peers can find it. Peers that are our own processes need no
+name: they get a descriptor of the bound socket's file (O_PATH), and ``/proc/self/fd/N`` leads to it even when its name
+is gone. So the name exists for less than a millisecond, while no other process exists yet that a SIGKILL of this one
+could leave it to::
+
+    server, door = bind_nameless(context, zmq.DEALER)        # nothing is left in the file system here already
+    peers = Peers(server)
+    ...                                                      # start the peers, give them ``door`` (SCM_RIGHTS)
+    peers.wait(n, deadline, alive)                           # or wait for a first message from each of them
+
+    connect(context, zmq.DEALER, door_address(door))         # in the peer; ``door`` stays open while the socket lives
+
+Who cannot be given a descriptor (between containers, say) needs a name for as long as it takes to connect; connections
+survive its removal::
 
     with SocketDir.create() as sockets:              # 0700: nobody else can connect
         server = bind(context, zmq.ROUTER, sockets.address("core"))
-        peers = Peers(server)
-        ...                                          # start the peers, tell them the address
-        peers.wait(n, deadline, alive)               # or wait for a first message from each of them
+        ...
     # here the directory is gone, whether the start worked or not
 
 The path is short: a unix address has 107 bytes, and a temporary folder deep in a home folder may need most of them, so
@@ -15,8 +25,7 @@ if TMPDIR is too long, /tmp is taken.
 
 A SIGKILL of the process between creation and removal would leave the folder behind. So its maker holds a lock (flock)
 on the folder as long as it lives, and :func:`remove_stale` removes the folders of this user that nobody holds: it runs
-at each creation, and whoever survives the maker (fork server, engine core) calls it before it ends. The lock works
-across pid namespaces that share a /tmp, where looking up a pid does not.
+at each creation. The lock works across pid namespaces that share a /tmp, where looking up a pid does not.
 
 Abstract addresses (``ipc://@name``) would need no folder, but anyone on the machine may connect to them.
 """
@@ -137,6 +146,25 @@ def remove_stale() -> list[Path]:
 def bind(context: zmq.Context[Any], kind: int, address: str, **options: int) -> zmq.Socket[Any]:
     """A bound socket of ``kind``; ``options`` are ZMQ's by name in small letters (``sndhwm=0``). LINGER is 0."""
     return _open(context, kind, options, lambda socket: socket.bind(address))
+
+
+def bind_nameless(context: zmq.Context[Any], kind: int, **options: int) -> tuple[zmq.Socket[Any], int]:
+    """A bound socket without a name, and the descriptor that lets its holder connect (:func:`door_address`).
+
+    The caller owns both. Options as for :func:`bind`.
+    """
+    with SocketDir.create() as sockets:
+        socket = bind(context, kind, sockets.address("door"), **options)
+        try:
+            return socket, os.open(sockets.path / "door", os.O_PATH | os.O_CLOEXEC)
+        except BaseException:
+            socket.close(0)
+            raise
+
+
+def door_address(door: int) -> str:
+    """ZMQ address for a process that holds this descriptor of a nameless socket."""
+    return f"ipc:///proc/self/fd/{door}"
 
 
 def connect(context: zmq.Context[Any], kind: int, address: str, **options: int) -> zmq.Socket[Any]:

@@ -6,12 +6,13 @@ and whoever changes any of it rings this waiter's doorbell afterwards. So one wa
 
 Death sources need no support of their own: ``check`` raises, and whoever learns of the death rings.
 
-The sleep is cut every 5 s to look again. This is a safety net that costs nothing (two wakes in 10 s) and must never
-catch anything: ``lost_wakes`` counts the times it did, and tests hold it at 0.
+The sleep is cut every 30 s to look again. This is a safety net that must never catch anything: ``lost_wakes`` counts
+the times it did, and tests hold it at 0. It is not free: after seconds of sleep caches are cold and one look costs 0.3
+to 1.6 ms of CPU, so every 5 s would be most of what an idle process may use (10 ms in 30 s).
 
 Signals: the kernel ends the sleep, Python runs the handler when the call returns, and the loop looks again. A signal
 that arrives in the instant between Python's last look and the system call is only handled at the next wake, at most
-5 s later; who cannot have that sets ``signal.set_wakeup_fd`` and lets the thread that watches it ring.
+30 s later; who cannot have that sets ``signal.set_wakeup_fd`` and lets the thread that watches it ring.
 
 Spinning: before it sleeps, a waiter may watch the word for up to 50 us, but only if the machine has more than two cores
 for this process and if its last wait ended that quickly too. Steps of a model are milliseconds apart, and a spin that
@@ -30,7 +31,7 @@ from drumline.transport.doorbell import DOORBELL_BYTES, OWNER_RINGER, Doorbell
 from drumline.transport.fence import fence
 from drumline.transport.memory import SharedMemory
 
-RECHECK_S = 5.0
+RECHECK_S = 30.0
 """Longest sleep in seconds before the conditions are looked at again."""
 SPIN_NS = 50_000
 """Longest time in ns that a waiter watches the word before it sleeps, on machines with more than two cores."""
@@ -51,7 +52,7 @@ class Waiter:
         self._spin_ns = SPIN_NS if len(os.sched_getaffinity(0)) > 2 else 0
         self._quick = False
         self.lost_wakes = 0
-        """Times that looking again after 5 s without a ring found something: a missing ring somewhere. Must be 0."""
+        """Times that looking again after 30 s without a ring found something: a missing ring somewhere. Must be 0."""
 
     @classmethod
     def create(cls, name: str = "waiter") -> Waiter:
@@ -85,7 +86,7 @@ class Waiter:
     def wait(self, check: Callable[[], T | None], deadline: float | None = None) -> T | None:
         """The first result of ``check`` that is not None; None once ``deadline`` (``time.monotonic()``) has passed.
 
-        ``check`` runs at least once, without a lock, after every ring and about every 5 s. What it raises is raised
+        ``check`` runs at least once, without a lock, after every ring and about every 30 s. What it raises is raised
         here. ChannelClosedError if the waiter is closed meanwhile.
         """
         bell = self._bell
@@ -108,7 +109,7 @@ class Waiter:
             overslept = self._sleep(seen, left)
 
     def _sleep(self, seen: int, left: float) -> bool:
-        """Sleep until the word is no longer ``seen``; True if the whole 5 s passed without a ring."""
+        """Sleep until the word is no longer ``seen``; True if the whole 30 s passed without a ring."""
         bell = self._bell
         start = time.perf_counter_ns()
         if self._quick:
