@@ -47,6 +47,8 @@ class ScriptedEngine:
         self.gate.set()
         self.changed = asyncio.Event()
         self.pause_s = 0.0
+        self.at_once = 1
+        """Tokens of one output; more than one is what an engine gives whose front end was busy."""
         self._dead = asyncio.Event()
 
     async def start(self) -> EngineInfo:
@@ -71,21 +73,26 @@ class ScriptedEngine:
         tokens = self.script(request)
         limit = request.sampling.max_tokens or 1
         try:
+            given: list[int] = []
             for index in range(limit):
                 await self._turn()
                 token = tokens[index % len(tokens)]
+                given.append(token)
                 reason = "length" if index == limit - 1 else None
                 if token in request.eos_token_ids or token in (request.sampling.stop_token_ids or ()):
                     reason = "stop"
+                if reason is None and len(given) < self.at_once:
+                    continue
                 yield RequestOutput(
                     request_id=name,
-                    first_index=index,
-                    token_ids=[token],
-                    logprobs=self._logprobs(request, token),
+                    first_index=index + 1 - len(given),
+                    token_ids=given,
+                    logprobs=[row for one in given for row in self._logprobs(request, one)],
                     finish_reason=reason,
                     stop_reason=token if reason == "stop" and token not in request.eos_token_ids else None,
-                    num_cached_tokens=2 if index == 0 else 0,
+                    num_cached_tokens=2 if index < self.at_once else 0,
                 )
+                given = []
                 if reason is not None:
                     return
         finally:

@@ -52,9 +52,14 @@ BAD: list[tuple[str, bytes, int, str | None, str | None]] = [
     (COMPLETION, completion(prompt=[420]), 400, "prompt", None),
     (COMPLETION, completion(prompt=["x"] * 5000), 400, "prompt", None),
     (COMPLETION, completion(prompt=["x"] * 100, n=100), 400, "prompt", None),
-    (COMPLETION, completion(prompt=[5] * 256), 400, "prompt", None),
-    (COMPLETION, completion(prompt="x" * 100_000), 400, "prompt", None),
+    (COMPLETION, completion(prompt=[5] * 256), 400, "prompt", "context_length_exceeded"),
+    (COMPLETION, completion(prompt="x" * 100_000), 400, "prompt", "context_length_exceeded"),
     (COMPLETION, completion(max_tokens=0), 400, "max_tokens", None),
+    (COMPLETION, completion(stream_options={"include_usage": True}), 400, "stream_options", None),
+    (COMPLETION, completion(min_tokens=3), 400, "min_tokens", "unsupported_parameter"),
+    (COMPLETION, completion(logprob_token_ids=[3]), 400, "logprob_token_ids", "unsupported_parameter"),
+    (CHAT, chat(chat_template="{{ 1 }}"), 400, "chat_template", "unsupported_parameter"),
+    (CHAT, chat(documents="x"), 400, "documents", None),
     (COMPLETION, completion(max_tokens=-1), 400, "max_tokens", None),
     (COMPLETION, completion(max_tokens=1.5), 400, "max_tokens", None),
     (COMPLETION, completion(max_tokens=10**40), 400, "max_tokens", None),
@@ -79,7 +84,7 @@ BAD: list[tuple[str, bytes, int, str | None, str | None]] = [
     (COMPLETION, completion(stream="yes"), 400, "stream", None),
     (COMPLETION, completion(stream_options=[]), 400, "stream_options", None),
     (COMPLETION, completion(priority=2**40), 400, "priority", None),
-    (COMPLETION, completion(echo=True), 400, "echo", "unsupported_parameter"),
+    (COMPLETION, completion(echo=True, logprobs=1), 400, "echo", None),
     (COMPLETION, completion(suffix="x"), 400, "suffix", "unsupported_parameter"),
     (COMPLETION, completion(best_of=4), 400, "best_of", "unsupported_parameter"),
     (COMPLETION, completion(presence_penalty=0.5), 400, "presence_penalty", "unsupported_parameter"),
@@ -196,7 +201,9 @@ JSON = st.recursive(
     max_leaves=6,
 )
 NAMES = """prompt messages temperature top_p top_k n seed stop max_tokens stream stream_options logprobs top_logprobs
-stop_token_ids ignore_eos cache_salt priority chat_template_kwargs add_special_tokens skip_special_tokens"""
+stop_token_ids ignore_eos cache_salt priority chat_template_kwargs add_special_tokens skip_special_tokens echo
+return_token_ids return_tokens_as_token_ids continue_final_message add_generation_prompt documents reasoning_effort
+include_stop_str_in_output max_completion_tokens"""
 FIELDS = st.sampled_from(NAMES.split())
 
 

@@ -85,6 +85,97 @@ async def test_stop_string_is_cut_and_frees_the_request(server: Served, openai: 
         await server.engine.until(0)
 
 
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_behind_a_stop_string_are_nobodys(
+    server: Served, openai: AsyncOpenAI, folder: Path, at_once: int, stream: bool
+) -> None:
+    say(server, folder, "The quick brown fox jumps over the lazy dog", end=False)
+    server.engine.at_once = at_once
+    ids = list(server.engine.script(None))  # type: ignore[arg-type]
+    tokenizer = Tokenizer.from_folder(folder)
+    needed = next(count for count in range(len(ids)) if "fox j" in tokenizer.decode(ids[:count]))
+    arguments = {
+        "model": "tiny",
+        "prompt": "x",
+        "stop": "fox j",
+        "logprobs": 1,
+        "extra_body": {"return_token_ids": True},
+    }
+    if stream:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        events = [event async for event in await openai.completions.create(**arguments, **options)]  # type: ignore[call-overload]
+        usage, pieces = events[-1].usage, [event.choices[0] for event in events if event.choices]
+    else:
+        answer = await openai.completions.create(**arguments)  # type: ignore[call-overload]
+        usage, pieces = answer.usage, answer.choices
+    assert "".join(piece.text for piece in pieces) == "The quick brown "
+    assert [token for piece in pieces for token in piece.token_ids] == ids[:needed]
+    assert sum(len(piece.logprobs.tokens) for piece in pieces if piece.logprobs) == needed
+    assert usage.completion_tokens == needed
+    assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == ("stop", "fox j")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_token_ids(server: Served, openai: AsyncOpenAI, folder: Path, stream: bool) -> None:
+    say(server, folder, "Käse 🎉")
+    ids = list(server.engine.script(None))  # type: ignore[arg-type]
+    extra = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    chat = {"model": "tiny", "messages": MESSAGES, "logprobs": True, "extra_body": extra, "stream": stream}
+    answer = await openai.chat.completions.create(**chat)  # type: ignore[call-overload]
+    events = [event async for event in answer] if stream else [answer]
+    assert events[0].prompt_token_ids == server.engine.seen[0].prompt_token_ids
+    assert not any(hasattr(event, "prompt_token_ids") for event in events[1:])
+    choices = [event.choices[0] for event in events]
+    assert [token for choice in choices for token in getattr(choice, "token_ids", [])] == ids
+    names = [entry.token for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    assert names == [f"token_id:{token}" for token in ids]
+    assert all(event.system_fingerprint.startswith("drumline-") for event in events)
+    prompts = {"model": "tiny", "prompt": ["a", "bc"], "n": 2, "extra_body": extra, "stream": stream, "temperature": 1}
+    answer = await openai.completions.create(**prompts)  # type: ignore[call-overload]
+    events = [event async for event in answer] if stream else [answer]
+    for index in range(4):
+        mine = [choice for event in events for choice in event.choices if choice.index == index]
+        assert mine[0].prompt_token_ids == Tokenizer.from_folder(folder).encode(["a", "bc"][index // 2])
+        assert [token for choice in mine for token in choice.token_ids] == ids
+        assert not any(hasattr(choice, "prompt_token_ids") for choice in mine[1:])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo(server: Served, openai: AsyncOpenAI, folder: Path, stream: bool) -> None:
+    say(server, folder, " the dog")
+    ids = Tokenizer.from_folder(folder).encode("fox")
+    for prompt, texts in ((["a", "b"], ["a", "b"]), (ids, ["fox"])):
+        answer = await openai.completions.create(model="tiny", prompt=prompt, echo=True, stream=stream)  # type: ignore[call-overload]
+        events = [event async for event in answer] if stream else [answer]
+        for index, text in enumerate(texts):
+            mine = [choice.text for event in events for choice in event.choices if choice.index == index]
+            assert "".join(mine) == f"{text} the dog"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_was_begun_is_continued(
+    server: Served, openai: AsyncOpenAI, folder: Path, stream: bool
+) -> None:
+    say(server, folder, " the dog")
+    begun = [*MESSAGES, {"role": "assistant", "content": "I am"}]
+    for echo in (False, True):
+        extra = {"continue_final_message": True, "add_generation_prompt": False, "echo": echo}
+        arguments = {"model": "tiny", "messages": begun, "extra_body": extra, "stream": stream}
+        answer = await openai.chat.completions.create(**arguments)  # type: ignore[call-overload]
+        if stream:
+            text = "".join([event.choices[0].delta.content or "" async for event in answer])
+        else:
+            text = answer.choices[0].message.content
+        assert text == ("I am the dog" if echo else " the dog")
+    prompt = Tokenizer.from_folder(folder).decode(server.engine.seen[0].prompt_token_ids, skip_special_tokens=False)
+    assert prompt.endswith("<|im_start|>assistant\nI am")
+    with pytest.raises(api.BadRequestError, match="exclude each other"):
+        await openai.chat.completions.create(
+            model="tiny", messages=MESSAGES, extra_body={"continue_final_message": True}
+        )
+
+
 async def test_several_choices_and_prompts(server: Served, openai: AsyncOpenAI, folder: Path) -> None:
     tokenizer = Tokenizer.from_folder(folder)
     answer = await openai.completions.create(
@@ -193,6 +284,7 @@ async def test_errors_become_the_clients_exceptions(server: Served, openai: Asyn
         await openai.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "word " * 500}])
     assert long.value.param == "messages"
     assert "at most 256 tokens" in str(long.value)
+    assert long.value.code == "context_length_exceeded"
 
 
 async def test_engine_death_reaches_the_client(server: Served, openai: AsyncOpenAI) -> None:

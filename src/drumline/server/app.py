@@ -29,16 +29,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import drumline
 from drumline.server import pages
-from drumline.server.answers import ChatWriter, CompletionWriter, Writer, events, whole
+from drumline.server.answers import ChatWriter, CompletionWriter, Shape, Writer, events, whole
 from drumline.server.errors import ApiError, as_api_error, internal
 from drumline.server.generation import Generation
 from drumline.server.http import ClientGoneError, EventStream, json_response, read_json, until_gone
+from drumline.server.logprobs import Spelling
 from drumline.server.metrics import CONTENT_TYPE
 from drumline.server.openapi import openapi
-from drumline.server.prompts import TextRoom, in_thread_if_large
+from drumline.server.prompts import Prepared, TextRoom, in_thread_if_large
 from drumline.server.schema import ChatRequest, CompletionRequest, Model, ModelList, SamplingFields
 from drumline.server.service import Service
-from drumline.text.requests import PreparedRequest
 
 log = logging.getLogger(__name__)
 
@@ -174,8 +174,8 @@ async def _generate(
     service: Service,
     request: Request,
     kind: type[Body],
-    prepare: Callable[[TextRoom, Body, str], tuple[list[PreparedRequest], int | None]],
-    shape: type[ChatWriter] | type[CompletionWriter],
+    prepare: Callable[[TextRoom, Body, str], Prepared],
+    writer: type[ChatWriter] | type[CompletionWriter],
     prefix: str,
 ) -> Response:
     """Read, check, prepare, run, answer."""
@@ -184,18 +184,30 @@ async def _generate(
     body, size = await read_json(request, kind)
     model = _check_model(service, body)
     name = f"{prefix}-{uuid.uuid4().hex}"
-    prepared, num_top = await in_thread_if_large(size, lambda: prepare(text, body, name))
+    prepared = await in_thread_if_large(size, lambda: prepare(text, body, name))
     # Reading and preparing take time: it may all be over by now.
     service.require_ready()
-    generation = Generation(engine, service.metrics, text.tokenizer, prepared, arrival)
-    return await _answer(service, request, body, generation, shape(name, model, num_top, text.token_bytes))
+    generation = Generation(engine, service.metrics, text.tokenizer, prepared.requests, arrival)
+    shape = Shape(
+        id=name,
+        model=model,
+        fingerprint=service.fingerprint,
+        num_top=prepared.num_top,
+        spelling=Spelling(text.token_bytes, bool(body.return_tokens_as_token_ids)),
+        prompts=[one.prompt_token_ids for one in prepared.requests],
+        n=len(prepared.requests[0].children),
+        echo=prepared.echo,
+        token_ids=bool(body.return_token_ids),
+    )
+    return await _answer(service, request, body, generation, writer(shape))
 
 
 async def _answer(
     service: Service, request: Request, body: SamplingFields, generation: Generation, writer: Writer
 ) -> Response:
     if body.stream:
-        return EventStream(service, events(generation, writer, body.stream_options))
+        with_ids = bool(body.return_token_ids)
+        return EventStream(service, events(generation, writer, body.stream_options, with_ids=with_ids))
     data = await until_gone(service, request.receive, whole(generation, writer))
     return Response(data, media_type="application/json")
 

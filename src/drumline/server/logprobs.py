@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from drumline.server.schema import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from drumline.text.results import Logprob
@@ -19,9 +20,17 @@ def finite(value: float) -> float:
     return value if math.isfinite(value) else LEAST
 
 
-def _text(raw: bytes) -> str:
-    """A part of a character becomes U+FFFD."""
-    return raw.decode(errors="replace")
+@dataclass(frozen=True)
+class Spelling:
+    """How tokens are named."""
+
+    bytes: TokenBytes
+    as_ids: bool = False
+    """``token_id:<id>`` instead of the text."""
+
+    def text(self, token: int) -> str:
+        """Name of a token; a part of a character becomes U+FFFD."""
+        return f"token_id:{token}" if self.as_ids else self.bytes(token).decode(errors="replace")
 
 
 def _top(row: Mapping[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
@@ -31,7 +40,7 @@ def _top(row: Mapping[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
 
 
 def chat_logprobs(
-    ids: Sequence[int], rows: Sequence[Mapping[int, Logprob]], num_top: int, token_bytes: TokenBytes
+    ids: Sequence[int], rows: Sequence[Mapping[int, Logprob]], num_top: int, spelling: Spelling
 ) -> ChatLogprobs:
     """One object for each token, with its ``num_top`` likeliest rivals."""
     content = []
@@ -40,24 +49,24 @@ def chat_logprobs(
             continue
         top = []
         for other, entry in _top(row, num_top):
-            raw = token_bytes(other)
-            top.append(TopLogprob(token=_text(raw), logprob=finite(entry.logprob), bytes=list(raw)))
-        raw = token_bytes(token)
+            raw = list(spelling.bytes(other))
+            top.append(TopLogprob(token=spelling.text(other), logprob=finite(entry.logprob), bytes=raw))
+        raw = list(spelling.bytes(token))
         content.append(
-            TokenLogprob(token=_text(raw), logprob=finite(row[token].logprob), bytes=list(raw), top_logprobs=top)
+            TokenLogprob(token=spelling.text(token), logprob=finite(row[token].logprob), bytes=raw, top_logprobs=top)
         )
     return ChatLogprobs(content=content)
 
 
 def completion_logprobs(
-    ids: Sequence[int], rows: Sequence[Mapping[int, Logprob]], num_top: int, token_bytes: TokenBytes, offset: int
+    ids: Sequence[int], rows: Sequence[Mapping[int, Logprob]], num_top: int, spelling: Spelling, offset: int
 ) -> CompletionLogprobs:
     """Four lists, an entry for each token. ``offset``: characters of the output before the first of these tokens."""
     lists = CompletionLogprobs(top_logprobs=[] if num_top else None)
     for token, row in zip(ids, rows, strict=False):
         if token not in row:
             continue
-        text, logprob = _text(token_bytes(token)), finite(row[token].logprob)
+        text, logprob = spelling.text(token), finite(row[token].logprob)
         lists.tokens.append(text)
         lists.token_logprobs.append(logprob)
         lists.text_offset.append(offset)
@@ -66,6 +75,6 @@ def completion_logprobs(
             top = {text: logprob}
             for other, entry in _top(row, num_top):
                 # Different tokens may have the same text (pieces of a character); the likeliest keeps it.
-                top.setdefault(_text(token_bytes(other)), finite(entry.logprob))
+                top.setdefault(spelling.text(other), finite(entry.logprob))
             lists.top_logprobs.append(top)
     return lists

@@ -57,6 +57,18 @@ class TextFiles:
         return cls(tokenizer=tokenizer, eos_token_ids=eos, defaults=read_sampling_defaults(model.path))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """One HTTP request, ready for the engine."""
+
+    requests: list[PreparedRequest]
+    """One for each prompt."""
+    num_top: int | None
+    """How many of the likeliest tokens to report; None: no log-probabilities."""
+    echo: list[str]
+    """For each prompt, what to put in front of its outputs; empty: nothing."""
+
+
 class TextRoom:
     """Tokenizer, limits and defaults of the served model."""
 
@@ -82,8 +94,8 @@ class TextRoom:
         """What a token stands for in the output."""
         return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token)
 
-    def chat(self, body: ChatRequest, request_id: str) -> tuple[list[PreparedRequest], int | None]:
-        """Engine requests of a chat, and how many likeliest tokens to report (None: no log-probabilities)."""
+    def chat(self, body: ChatRequest, request_id: str) -> Prepared:
+        """Engine requests of a chat."""
         _refuse(body)
         num_top = _chat_top(body)
         params = self._params(body, num_top, body.max_completion_tokens, "max_completion_tokens")
@@ -93,30 +105,49 @@ class TextRoom:
         for name in RESERVED:
             if name in extra:
                 raise bad_request(f"chat_template_kwargs cannot have {name}.", "chat_template_kwargs")
+        if body.reasoning_effort is not None:
+            extra = {"reasoning_effort": body.reasoning_effort, **extra}
+        go_on = bool(body.continue_final_message)
         try:
             text = self.tokenizer.render_chat(
-                body.messages, add_generation_prompt=body.add_generation_prompt is not False, **extra
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                continue_final_message=go_on,
+                documents=body.documents,
+                **extra,
             )
             # The template writes special tokens itself.
-            return [self._prepare(body, params, request_id, text, add_special_tokens=False)], num_top
+            request = self._prepare(body, params, request_id, text, add_special_tokens=bool(body.add_special_tokens))
+            echo = [_content(body.messages[-1])] if body.echo and go_on else []
+            return Prepared(requests=[request], num_top=num_top, echo=echo)
         except RequestError as e:
             if e.param == "prompt":
                 e.param = "messages"
             raise
 
-    def completion(self, body: CompletionRequest, request_id: str) -> tuple[list[PreparedRequest], int | None]:
-        """Engine requests of a completion, and how many likeliest tokens to report (None: none)."""
+    def completion(self, body: CompletionRequest, request_id: str) -> Prepared:
+        """Engine requests of a completion."""
         _refuse(body)
+        if body.echo and body.logprobs is not None:
+            raise bad_request("echo with logprobs is not supported: those of the prompt are not built.", "echo")
         num_top = whole_number(body.logprobs, "logprobs", 0, MAX_LOGPROBS)
         params = self._params(body, num_top)
         prompts = split_prompt(body.prompt)
         if len(prompts) * params.n > MAX_CHOICES:
             raise bad_request(f"prompts x n must be at most {MAX_CHOICES}, not {len(prompts) * params.n}.", "prompt")
         special = body.add_special_tokens is not False
-        return [
+        requests = [
             self._prepare(body, params, f"{request_id}-{place}", prompt, add_special_tokens=special)
             for place, prompt in enumerate(prompts)
-        ], num_top
+        ]
+        echo = [self._text(request) for request in requests] if body.echo else []
+        return Prepared(requests=requests, num_top=num_top, echo=echo)
+
+    def _text(self, request: PreparedRequest) -> str:
+        """Text of a prompt, which may have come as token ids."""
+        if request.prompt is not None:
+            return request.prompt
+        return "" if self.tokenizer is None else self.tokenizer.decode(request.prompt_token_ids)
 
     def _prepare(
         self,
@@ -188,6 +219,14 @@ def split_prompt(prompt: Any) -> list[str | list[int]]:
     return [prompt]
 
 
+def _content(message: dict[str, Any]) -> str:
+    """Text of a message, which may be in parts."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
+    return content if isinstance(content, str) else ""
+
+
 def _chat_top(body: ChatRequest) -> int | None:
     top = whole_number(body.top_logprobs, "top_logprobs", 0, MAX_LOGPROBS)
     if not body.logprobs:
@@ -199,6 +238,8 @@ def _chat_top(body: ChatRequest) -> int | None:
 
 def _refuse(body: SamplingFields) -> None:
     """400 for a parameter that is known, asks for something, and is not built."""
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options needs stream: true.", "stream_options")
     for name in body.__struct_fields__:
         harmless = REFUSED.get(name)
         if harmless is None:

@@ -46,6 +46,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    """Token ids of prompt and outputs beside the text."""
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens ``token_id:<id>``, since different tokens may have the same text."""
     priority: Number = None
     cache_salt: str | None = None
     # Known, not built: see REFUSED. Any type, since only whether it asks for something matters.
@@ -65,6 +69,13 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_grammar: Any = None
     use_beam_search: Any = None
     allowed_token_ids: Any = None
+    logprob_token_ids: Any = None
+    spaces_between_special_tokens: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    length_penalty: Any = None
+    vllm_xargs: Any = None
+    ec_transfer_params: Any = None
     truncate_prompt_tokens: Any = None
     kv_transfer_params: Any = None
 
@@ -79,6 +90,16 @@ class ChatRequest(SamplingFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Number = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """Go on with the last message; needs ``add_generation_prompt: false``."""
+    add_special_tokens: bool | None = None
+    """Put special tokens in front of what the template wrote, which has them as a rule."""
+    echo: bool | None = None
+    """Put the last message in front of the answer if the answer continues it."""
+    documents: list[dict[str, Any]] | None = None
+    """For templates that know documents."""
+    reasoning_effort: str | None = None
+    """For templates that know it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Handed to the chat template."""
     tools: Any = None
@@ -88,7 +109,6 @@ class ChatRequest(SamplingFields, kw_only=True):
     modalities: Any = None
     audio: Any = None
     chat_template: Any = None
-    continue_final_message: Any = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -99,7 +119,8 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: Number = None
     """How many of the most likely tokens to report at each position."""
     add_special_tokens: bool | None = None
-    echo: Any = None
+    echo: bool | None = None
+    """Put the prompt in front of the output. Not with ``logprobs``: those of the prompt are not built."""
     suffix: Any = None
     best_of: Any = None
     prompt_embeds: Any = None
@@ -122,6 +143,13 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "use_beam_search": (False,),
     "allowed_token_ids": (),
+    "logprob_token_ids": ([],),
+    "spaces_between_special_tokens": (True,),
+    "thinking_token_budget": (-1,),
+    "repetition_detection": (),
+    "length_penalty": (1,),
+    "vllm_xargs": ({},),
+    "ec_transfer_params": (),
     "truncate_prompt_tokens": (),
     "kv_transfer_params": (),
     "tools": ([],),
@@ -131,8 +159,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
-    "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
     "prompt_embeds": (),
@@ -204,6 +230,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -215,6 +242,8 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
@@ -232,6 +261,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -243,6 +273,9 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """In the first event."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -253,6 +286,9 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    """In a stream: in the first piece."""
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -264,6 +300,7 @@ class Completion(msgspec.Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | None = None
 
 
 class Model(msgspec.Struct, kw_only=True):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import drumline
 from drumline.engine.protocol import AsyncEngine, EngineInfo, ProcessState
 from drumline.server.errors import ApiError, unavailable
 from drumline.server.metrics import Metrics
@@ -32,6 +33,8 @@ class Service:
         self.engine: AsyncEngine | None = None
         self.text: TextRoom | None = None
         self.created = int(time.time())
+        self.fingerprint: str | None = None
+        """``system_fingerprint`` of answers: with the same one, the same seed gives the same tokens."""
         self.metrics = Metrics(self)
         self.phase = "starting"
         self.message = ""
@@ -58,6 +61,8 @@ class Service:
     def ready(self, engine: AsyncEngine, text: TextRoom) -> None:
         """From now on requests are served."""
         self.engine, self.text = engine, text
+        if engine.info is not None:
+            self.fingerprint = f"drumline-{drumline.__version__}-{engine.info.dtype}"
         self.phase = self._status = "ready"
 
     def require_ready(self) -> tuple[AsyncEngine, TextRoom]:
