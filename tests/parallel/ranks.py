@@ -23,7 +23,7 @@ import torch
 from drumline.errors import ConfigError
 from drumline.parallel.groups import init_groups
 from drumline.parallel.layout import GroupKind, Layout
-from drumline.parallel.rendezvous import create_rendezvous, tcp_init_method
+from drumline.parallel.rendezvous import Rendezvous, create_rendezvous, tcp_init_method
 from drumline.platforms import CudaPlatform
 
 LIMIT_S = 60
@@ -285,9 +285,15 @@ RUNS: list[tuple[Callable[[int, int, str], dict[str, Any]], int]] = [
 ]
 
 
-def run(function: Callable[[int, int, str], dict[str, Any]], size: int, out: Path) -> list[int]:
+def run(
+    function: Callable[[int, int, str], dict[str, Any]],
+    size: int,
+    out: Path,
+    prepare: Callable[[Rendezvous, int], None] = lambda place, size: None,
+) -> list[int]:
     """Fork the ranks of one function; their exit codes. What they return goes to files in ``out``."""
     first, second = create_rendezvous(size), create_rendezvous(size)
+    prepare(first, size)
     wait, signal_ = os.pipe()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         os.environ["PORT"] = str(probe.getsockname()[1])

@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
 from drumline.platforms import resolve_platform
+from tests.parallel.conftest import Ran
 
-ROOT = Path(__file__).parents[2]
 GPUS = len(resolve_platform().device_table().devices)
 
 
 ONLY_PIPELINES = "on one machine only pipeline groups send CPU tensors from one member to another"
 
 
-class Ran:
-    """What the ranks of all functions returned."""
-
-    def __init__(self, folder: Path, console: str) -> None:
-        self.folder = folder
-        self.console = console
-
-    def codes(self, function: str) -> list[int]:
-        return json.loads((self.folder / f"{function}-codes").read_text())  # type: ignore[no-any-return]
-
-    def __getitem__(self, function: str) -> list[dict[str, Any]]:
-        """One for each rank; {} for one that died."""
-        files = [self.folder / f"{function}-{rank}" for rank in range(len(self.codes(function)))]
-        return [json.loads(file.read_text()) if file.exists() else {} for file in files]
-
-
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    folder = tmp_path_factory.mktemp("ranks")
-    more = ["gpus"] if GPUS >= 2 else []
-    command = [sys.executable, "-m", "tests.parallel.ranks", str(folder), *more]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=115, check=False)
-    assert done.returncode == 0, done.stderr
-    return Ran(folder, done.stdout + done.stderr)
+def ran(run_program: Callable[..., Ran]) -> Ran:
+    return run_program("tests.parallel.ranks", *(["gpus"] if GPUS >= 2 else []))
 
 
 def test_the_console_stays_silent(ran: Ran) -> None:
