@@ -39,11 +39,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # no look-ahead, no prefix cache, chunks of an odd size
     "chunks": {"max_num_batched_tokens": 37, "async_scheduling": False, "enable_prefix_caching": False},
     # look-ahead, prefix cache, odd chunks and a pool that cannot hold all: preemption by recomputation
-    "tight": {"max_num_batched_tokens": 61, "num_gpu_blocks_override": 40, "max_model_len": 128},
+    "tight": {"max_num_batched_tokens": 61, "num_gpu_blocks_override": 24, "max_model_len": 160},
     # the same without look-ahead and without the prefix cache
     "tight-sync": {
-        "num_gpu_blocks_override": 40,
-        "max_model_len": 128,
+        "num_gpu_blocks_override": 24,
+        "max_model_len": 160,
         "async_scheduling": False,
         "enable_prefix_caching": False,
     },
@@ -121,7 +121,7 @@ def tokens_of(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[list[
 
 def size_of(model: str) -> tuple[int, int, int]:
     """(requests at once, longest prompt, longest output): the default model is a thousand times dearer."""
-    return (32, 60, 12) if model == "default" else (32, 100, 20)
+    return (32, 60, 12) if model == "default" else (32, 100, 40)
 
 
 @pytest.mark.parametrize(("model", "tp", "options"), cells())
