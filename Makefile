@@ -19,13 +19,14 @@ PYTEST_ARGS ?=
 TORCH_VERSION := 2.13.0
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: help serve install dev test check matrix bench wheel clean
+.PHONY: help serve install dev test check matrix chaos bench wheel clean
 
 help:
 	@echo 'make serve    set up .venv and serve the default model with two workers on port 8000'
 	@echo 'make test     set up .venv and run the test suite'
 	@echo 'make check    ruff, mypy and the import rules'
 	@echo 'make matrix   token equality, every model shape x TP x option (long)'
+	@echo 'make chaos    every process killed in every phase of its life (minutes)'
 	@echo 'make bench    benchmarks (see bench/README.md)'
 	@echo 'make wheel    build dist/*.whl'
 	@echo 'make clean    remove .venv and build products'
@@ -59,10 +60,13 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@touch $@ $(VENV)/.installed
 
 test: dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -m 'not matrix and not bench' $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -m 'not matrix and not chaos and not bench' $(PYTEST_ARGS)
 
 matrix: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m matrix $(PYTEST_ARGS)
+
+chaos: dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
 
 check: dev
 	$(BIN)/ruff check src tests bench examples

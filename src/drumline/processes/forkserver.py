@@ -181,6 +181,7 @@ class ForkServerProcess:
 
     def _look_for_root(self, number: int, frame: types.FrameType | None) -> None:
         if _is_gone(self.root.pidfd) or _hung_up(self.root.conn.fd):
+            signal.setitimer(signal.ITIMER_REAL, 0)  # what follows takes longer than the timer's interval
             if not self._said_goodbye() and _is_gone(self.root.pidfd, timeout_s=_EXIT_WAIT_S):
                 print_report(self._root_report(), self.console_fd)
             os._exit(1)
@@ -285,11 +286,11 @@ class ForkServerProcess:
         client.pidfd = -1
 
     def _root_report(self) -> FailureReport:
-        code, number = linux.exit_of(self.root.pidfd)
+        code, number = self._root_exit()
         deadline = time.monotonic() + _EXIT_WAIT_S
         while code is None and number is None and time.monotonic() < deadline:
             time.sleep(0.01)  # newer kernels tell it once the root's own parent has reaped it; there is no event for it
-            code, number = linux.exit_of(self.root.pidfd)
+            code, number = self._root_exit()
         return exit_report(
             role=self.begin.role,
             rank=None,
@@ -299,6 +300,10 @@ class ForkServerProcess:
             signal=number,
             message="it ended without closing; all its processes are being ended",
         )
+
+    def _root_exit(self) -> tuple[int | None, int | None]:
+        code, number = linux.exit_of_zombie(self.begin.pid)
+        return linux.exit_of(self.root.pidfd) if code is None and number is None else (code, number)
 
     def _end_all(self) -> None:
         now = time.monotonic()

@@ -149,6 +149,18 @@ def oom_kills() -> int | None:
     return None
 
 
+def exit_of_zombie(pid: int) -> tuple[int | None, int | None]:
+    """Exit code and signal of a process that has ended and that its parent has not reaped; else both None."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None, None
+    if fields[0] != "Z" or len(fields) < 50:
+        return None, None
+    status = int(fields[49])
+    return (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
+
+
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes)
 _PIDFD_INFO_EXIT = 1 << 3
 

@@ -1,0 +1,75 @@
+"""Ctrl-C (130) and SIGTERM (0) in every phase: nothing is left 5 s later, and nothing is said that was not asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from drumline.errors import ExitCode
+from tests.chaos.conftest import figures
+from tests.chaos.tree import PHASES, Tree
+
+SOON_S = {"starting": 2.0}
+ALL_PHASES = (*PHASES, "stuck in its end")
+
+
+def send(run: Tree, number: int) -> None:
+    """Ctrl-C goes to the whole terminal group; a service manager's SIGTERM to the main process."""
+    if number == signal.SIGINT:
+        os.killpg(run.process.pid, number)
+    else:
+        run.process.send_signal(number)
+
+
+def check_end(run: Tree, what: str, code: int, limit_s: float = 5.0) -> None:
+    began = time.monotonic()
+    gone = run.seconds_to_end(began, limit_s)
+    figures.append((run.phase, what, None, gone))
+    assert run.process.returncode == code, run.text
+    assert "drumline failed" not in run.text
+    assert "Traceback" not in run.text
+    run.nothing_is_left()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("phase", ALL_PHASES)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.OK)])
+def test_signal(tree: Callable[..., Tree], phase: str, number: int, code: int) -> None:
+    """In the phases of the end it is the second one, so it ends at once, and not well."""
+    run = tree(phase)
+    send(run, number)
+    second = phase in ("stopping", "stuck in its end")
+    check_end(run, signal.Signals(number).name, ExitCode.INTERRUPTED if second else code, SOON_S.get(phase, 5.0))
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_before_anything_runs(tree: Callable[..., Tree], number: int) -> None:
+    run = tree("listening")
+    send(run, number)
+    check_end(run, signal.Signals(number).name, ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.OK, 2.0)
+
+
+@pytest.mark.chaos
+def test_workers_that_are_stuck_in_their_end(tree: Callable[..., Tree]) -> None:
+    run = tree("stuck in its end")
+    check_end(run, "(ladder)", ExitCode.INTERRUPTED, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [
+        pytest.param(phase, victim, marks=() if (phase, victim) == ("mid-step", "Worker_1") else pytest.mark.chaos)
+        for phase in ("idle", "mid-step")
+        for victim in ("Worker_1", "EngineCore_DP0", "ForkServer")
+    ],
+)
+def test_ctrl_c_with_a_stopped_process(tree: Callable[..., Tree], phase: str, victim: str) -> None:
+    run = tree(phase)
+    os.kill(run.pids[victim], signal.SIGSTOP)
+    send(run, signal.SIGINT)
+    check_end(run, f"ctrl-C, stopped {victim}", ExitCode.INTERRUPTED)

@@ -1,0 +1,186 @@
+"""One run of ``drumline serve`` with everything that belongs to it: its process group, its TMPDIR, its moments."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from drumline.errors import ExitCode
+from tests.server.command import FLAGS, Serve, wait_for
+from tests.server.test_processes import Stream
+
+RULE = "-" * 72
+ALL = ("APIServer_0", "ForkServer", "EngineCore_DP0", "Worker_0", "Worker_1")
+"""Roles as the tests name them; workers are told by rank, since their names change when they have joined the groups."""
+PHASES = ("starting", "loading", "warming up", "ready", "idle", "mid-step", "stopping")
+HELD = {"loading": "load_model", "warming up": "compile_or_warm_up_model", "stuck in its end": "shutdown"}
+"""Phases that pass in an instant here: the workers are held there."""
+BEFORE_READY = ("starting", "loading", "warming up")
+
+
+class Tree(Serve):
+    """The command in a process group of its own, as a shell starts it."""
+
+    def __init__(self, model: Path, phase: str, victim: str = "") -> None:
+        self.phase = phase
+        self.home = Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))
+        self.tmp = self.home / "t"
+        self.tmp.mkdir()
+        os.mkfifo(self.home / "fifo")
+        self.log = self.home / "console"
+        self.shm = shared_memory()
+        flags = ["--load-format", "auto"]
+        hold = HELD.get(phase, "")
+        if hold:
+            flags += ["--worker-cls", "tests.chaos.workers:Held"]
+        self.began = time.monotonic()
+        with self.log.open("wb") as console:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "drumline.cli.main", "serve", str(model), *FLAGS, *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                process_group=0,
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "TMPDIR": str(self.tmp),
+                    "XDG_STATE_HOME": str(self.home / "state"),
+                    "CHAOS_HOLD": hold,
+                    "CHAOS_FIFO": str(self.home / "fifo"),
+                },
+            )
+        self.stream: Stream | None = None
+        self._reach(phase, victim)
+
+    # moments
+
+    def _reach(self, phase: str, victim: str) -> None:
+        """Wait for the event that begins the phase."""
+        if phase == "starting":
+            # The first moment at which this process exists; for the root: somebody else exists too.
+            self.wait_state(lambda rows: self._found(rows, "ForkServer" if victim in ("", "APIServer_0") else victim))
+        elif phase == "listening":
+            self.port()
+            self.pids: dict[str, int] = {}
+            return
+        elif phase in ("loading", "warming up"):
+            self.wait_text(f"held in {HELD[phase]}", 2)
+        else:
+            self.ready()
+        if phase == "idle":
+            body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
+            assert self.request("POST", "/v1/completions", body)[0] == 200
+            wait_for(lambda: not self.gauge("num_requests_running"), 5, "end of the request")
+        elif phase == "mid-step":
+            self.stream = Stream(self)
+        self.pids = self._pids()
+        if phase in ("stopping", "stuck in its end"):
+            os.killpg(self.process.pid, signal.SIGINT)
+            self.wait_text("SIGINT: ending", 1)
+            if phase == "stuck in its end":
+                self.wait_text("held in shutdown", 2)
+
+    def wait_state(self, check: Callable[[dict[str, int]], bool]) -> None:
+        self.port()
+        wait_for(lambda: check(self._pids()), 60, f"{self.phase}\n{self.text}")
+
+    def wait_text(self, text: str, count: int) -> None:
+        def seen() -> bool:
+            assert self.process.poll() is None, self.text
+            return self.text.count(text) >= count
+
+        wait_for(seen, 60, f"{text}\n{self.text}")
+
+    def _found(self, rows: dict[str, int], name: str) -> bool:
+        return bool(rows.get(name))
+
+    def _pids(self) -> dict[str, int]:
+        """Processes that exist, by role."""
+        rows = self.state()["processes"]
+        return {f"Worker_{row['rank']}" if row["rank"] is not None else row["name"]: row["pid"] for row in rows}
+
+    # the end
+
+    def members(self) -> list[int]:
+        """Processes of its group that have not ended (a zombie has)."""
+        found = []
+        for pid in psutil.pids():
+            try:
+                if os.getpgid(pid) == self.process.pid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                    found.append(pid)
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                continue
+        return found
+
+    def seconds_to_report(self, since: float, limit_s: float) -> float:
+        """Until the console has a whole report."""
+
+        def reported() -> bool:
+            return "drumline failed" in self.text and self.text.endswith("\n")
+
+        wait_for(reported, limit_s, f"report\n{self.text}")
+        return time.monotonic() - since
+
+    def seconds_to_end(self, since: float, limit_s: float) -> float:
+        """Until no process is left."""
+        wait_for(lambda: self.process.poll() is not None and not self.members(), limit_s, f"end\n{self._left()}")
+        return time.monotonic() - since
+
+    def _left(self) -> str:
+        lines = []
+        for pid in self.members():
+            process = psutil.Process(pid)
+            lines.append(f"{pid} {process.status()} {' '.join(process.cmdline())}")
+        return "\n".join([*lines, self.text])
+
+    def nothing_is_left(self) -> None:
+        assert list(self.tmp.iterdir()) == []
+        assert not shared_memory() - self.shm
+        holders = []
+        for pid in psutil.pids():
+            for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+                try:
+                    target = str(descriptor.readlink())
+                except OSError:
+                    continue
+                if str(self.home) in target or ("/memfd:drumline" in target and pid in self.pids.values()):
+                    holders.append((pid, target))
+        assert holders == []
+
+    def report(self) -> str:
+        """The one report, which is the last thing on the console."""
+        text = self.text
+        assert text.count("drumline failed") == 1, text
+        before, _, report = text.partition("drumline failed:")
+        assert "Traceback" not in before, text
+        lines = report.rstrip().removesuffix(RULE).splitlines()
+        assert not [line for line in lines if re.match(r"\((\w+) pid=\d+\)", line)], text  # somebody else's lines
+        return report
+
+    def close(self) -> None:
+        for pid in self.members():
+            psutil.Process(pid).kill()
+        self.process.wait(10)
+        shutil.rmtree(self.home)
+
+
+def shared_memory() -> set[str]:
+    """Named shared memory of the kinds that drumline, multiprocessing and torch make."""
+    kinds = ("drumline", "psm_", "sem.", "torch_")
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(kinds)}
+
+
+def code_of(phase: str) -> ExitCode:
+    """Documented exit code of a process's death."""
+    return ExitCode.START_FAILED if phase in BEFORE_READY else ExitCode.WORKER_DIED
