@@ -218,6 +218,30 @@ async def test_whatever_is_sent(web: httpx.AsyncClient, path: str, fields: dict[
         assert answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("upgrade", ["h2c", "websocket"])
+async def test_who_would_like_another_protocol_is_answered_in_this_one(server: Served, upgrade: str) -> None:
+    """As Java's HTTP client asks: its body must not be lost."""
+    import asyncio
+
+    body = completion(prompt="fox")
+    head = (
+        f"POST {COMPLETION} HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHost: x\r\nHTTP2-Settings: AAEAAEAA\r\n"
+        f"Upgrade: {upgrade}\r\nContent-Length: {len(body)}\r\nContent-Type: application/json\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    for parts in ([head.encode() + body], [head.encode(), body], [head[:90].encode(), head[90:].encode(), body]):
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.02)
+        async with asyncio.timeout(5):
+            assert b" 200 " in await reader.readline()
+            length = int((await reader.readuntil(b"\r\n\r\n")).partition(b"content-length: ")[2].split()[0])
+            assert json.loads(await reader.readexactly(length))["usage"]["completion_tokens"] == 2
+    writer.close()
+    await writer.wait_closed()
+
+
 async def test_raw_garbage(server: Served, web: httpx.AsyncClient, folder: Path) -> None:
     import asyncio
 

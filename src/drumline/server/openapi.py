@@ -73,7 +73,7 @@ def _post(summary: str, body: type[Any], answer: type[Any], event: type[Any]) ->
             "summary": summary,
             "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(body)}}},
             "responses": {
-                "200": _json("The answer, or with `stream` events that end with `data: [DONE]`", answer, **stream),
+                "200": _json("The answer; with stream: true, events that end with [DONE]", answer, **stream),
                 **{status: _json(text, ErrorBody) for status, text in errors.items()},
             },
         }

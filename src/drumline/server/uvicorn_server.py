@@ -9,15 +9,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 KEEP_ALIVE_S = 60
 """Longer than what clients with connection pools keep (5 to 30 s), so that they close first and meet no closed one."""
 GRACE_S = 1
+
+
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+
+
+class Protocol(HttpToolsProtocol):
+    """HTTP/1.1 for those too who would like HTTP/2.
+
+    Java's HTTP client sends ``Upgrade: h2c`` with every first request. A server may ignore that, but httptools stops
+    reading behind such a head and the body is lost. So the header loses its name before it is parsed.
+    """
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of the connection."""
+        if self.cycle is None or self.cycle.response_complete:
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + rest
+        super().data_received(data)
 
 
 class HttpServer(uvicorn.Server):
@@ -26,7 +46,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: Any) -> None:
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
