@@ -38,7 +38,7 @@ from drumline.errors import ConfigError, RequestError
 from drumline.model.resolve import resolve
 from drumline.plan.sampling import SamplingParams
 from drumline.platforms import device_table
-from drumline.text.chat import ChatTemplate, load_chat_template
+from drumline.text.chat import load_chat_template
 from drumline.text.requests import PreparedRequest, Prompt, RequestBuilder, split_prompts
 from drumline.text.results import CompletionOutput, Logprob, OutputAssembler, RequestOutput
 from drumline.text.tokenizer import Tokenizer, read_eos_token_ids, read_sampling_defaults, tokenizer_file
@@ -59,6 +59,30 @@ _FIELDS = {
     if (section, field.name) != ("model", "path")
 }
 """Every option: its section of the configuration and its default."""
+_VLLM: dict[str, tuple[Any, ...]] = {
+    "runner": ("auto", "generate"),
+    "convert": ("auto", "none"),
+    "tokenizer_mode": ("auto", "hf"),
+    "tokenizer_revision": (),
+    "quantization": (),
+    "cpu_offload_gb": (0,),
+    "swap_space": (0, 4),
+    "kv_cache_dtype": ("auto",),
+    "compilation_config": (0,),
+    "hf_overrides": ({},),
+    "generation_config": ("auto",),
+    "enable_lora": (False,),
+    "enable_sleep_mode": (False,),
+    "disable_log_stats": (True, False),
+    "max_logprobs": (20,),
+    "logits_processors": ([],),
+    "limit_mm_per_prompt": ({},),
+    "speculative_config": (),
+    "scheduling_policy": ("fcfs",),
+    "attention_backend": (),
+    "hf_token": (),
+}
+"""Options of vLLM's LLM that nothing here has yet, with values that ask for nothing (None always does)."""
 _NOT_BUILT = (
     "pipeline_parallel_size",
     "prefill_context_parallel_size",
@@ -156,32 +180,41 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | ProgressBar = True,
         *,
+        lora_request: None = None,
         priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Outputs of all prompts, in their order.
 
         A prompt is a text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
         ``sampling_params`` is one for all or a list with one for each prompt; None: the model's defaults.
-        ``use_tqdm`` shows a progress bar; a callable makes one as ``tqdm`` does.
+        ``use_tqdm`` shows a progress bar; a callable makes one as ``tqdm`` does. ``priority`` other than 0 is
+        refused: requests are served in the order of arrival. ``tokenization_kwargs`` may have ``add_special_tokens``.
 
         Raises :class:`RequestError` before anything is computed if a prompt or a parameter is wrong, and
         :class:`EngineDeadError` if a process dies. ctrl-C aborts the requests; the LLM stays usable.
         """
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        special = _add_special_tokens(tokenization_kwargs, default=True)
         given = split_prompts(prompts)
-        return self._run(self._prepare(given, sampling_params, priority), use_tqdm)
+        return self._run(self._prepare(given, sampling_params, priority, add_special_tokens=special), use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | ProgressBar = True,
-        *,
-        chat_template: str | None = None,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Answers to one conversation (a list of messages) or to several (a list of such lists).
 
@@ -191,7 +224,14 @@ class LLM:
         """
         if self._tokenizer is None:
             raise RequestError("chat needs a tokenizer, which was not loaded (skip_tokenizer_init).", param="messages")
-        template: ChatTemplate | None = None if chat_template is None else load_chat_template(chat_template)
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        if chat_template_content_format not in ("auto", "string"):
+            raise RequestError(
+                f"chat_template_content_format {chat_template_content_format!r} is not supported: contents are given "
+                "to the template as text.",
+                param="chat_template_content_format",
+            )
+        template = None if chat_template is None else load_chat_template(os.fspath(chat_template))
         texts: list[Prompt] = [
             self._tokenizer.render_chat(
                 conversation,
@@ -204,12 +244,18 @@ class LLM:
             for conversation in _conversations(messages)
         ]
         # The template has written the special tokens already.
-        prepared = self._prepare(texts, sampling_params, priority, add_special_tokens=False)
+        special = _add_special_tokens(tokenization_kwargs, default=False)
+        prepared = self._prepare(texts, sampling_params, priority, add_special_tokens=special)
         return self._run(prepared, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What ``sampling_params=None`` means: the defaults of the model's generation_config.json."""
         return self._builder.default_params()
+
+    def get_world_size(self, include_dp: bool = True) -> int:
+        """Number of workers, those of all data-parallel engines unless told otherwise."""
+        parallel = self.config.parallel
+        return parallel.world_size * (parallel.data_parallel_size if include_dp else 1)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. RuntimeError with ``skip_tokenizer_init``."""
@@ -333,6 +379,24 @@ class LLM:
             raise RuntimeError("this LLM belongs to the process that made it, and this one was forked from it")
 
 
+def _refuse(**given: Any) -> None:
+    """RequestError for arguments that vLLM's users know and nothing here can do."""
+    for name, value in given.items():
+        if value:
+            raise RequestError(f"{name} is not supported.", param=name)
+
+
+def _add_special_tokens(given: Mapping[str, Any] | None, *, default: bool) -> bool:
+    options = dict(given or {})
+    value = options.pop("add_special_tokens", default)
+    if options:
+        raise RequestError(
+            f"tokenization_kwargs can have add_special_tokens, but not {', '.join(map(str, options))}.",
+            param="tokenization_kwargs",
+        )
+    return bool(value)
+
+
 def _end(client: SyncEngineClient, pid: int) -> None:
     if os.getpid() == pid:  # a forked child of the program must not end the program's processes
         client.shutdown()
@@ -344,8 +408,13 @@ def _end(client: SyncEngineClient, pid: int) -> None:
 def make_config(**options: Any) -> EngineConfig:
     """The configuration that flat options ask for. TypeError for an unknown one, ConfigError for one not built yet."""
     given: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
-    platform = options.pop("platform", "auto")
+    platform = options.pop("device", None) or options.pop("platform", None) or "auto"
+    options.pop("platform", None)
     for name, value in options.items():
+        if name in _VLLM:
+            if value is not None and value not in _VLLM[name]:
+                raise ConfigError(f"{name}={value!r} is not built yet; leave it out")
+            continue
         if name not in _FIELDS:
             near = difflib.get_close_matches(name, [*_FIELDS, "platform"], n=1, cutoff=0.5)
             hint = f". Did you mean {near[0]!r}?" if near else ""

@@ -142,6 +142,31 @@ def test_chat(llm: LLM) -> None:
         llm.chat([{"content": "x"}], use_tqdm=False)
 
 
+def test_what_users_of_vllm_know(llm: LLM) -> None:
+    (output,) = llm.generate("fox", GREEDY, use_tqdm=False, lora_request=None, priority=0)
+    assert output.prompt_logprobs is None
+    assert output.metrics is None
+    assert output.encoder_prompt is None
+    first = output.outputs[0]
+    assert (first.index, first.cumulative_logprob, first.logprobs, first.stop_reason) == (0, None, None, None)
+    assert llm.get_world_size() == 2
+    plain = llm.generate("fox", GREEDY, use_tqdm=False, tokenization_kwargs={"add_special_tokens": False})
+    assert plain[0].prompt_token_ids == llm.get_tokenizer().encode("fox", add_special_tokens=False)
+    talk = [{"role": "user", "content": "x"}]
+    for arguments, name in (
+        ({"lora_request": object()}, "lora_request"),
+        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
+        ({"tokenization_kwargs": {"truncation": True}}, "truncation"),
+        ({"priority": 3}, "priority"),
+    ):
+        with pytest.raises(RequestError, match=name):
+            llm.generate("fox", GREEDY, use_tqdm=False, **arguments)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match=name):
+            llm.chat(talk, GREEDY, use_tqdm=False, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="chat_template_content_format"):
+        llm.chat(talk, GREEDY, use_tqdm=False, chat_template_content_format="openai")
+
+
 def test_defaults_of_the_model(llm: LLM) -> None:
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_k=40)
     assert len(llm.generate("fox", use_tqdm=False)[0].outputs[0].token_ids) <= 16
@@ -242,6 +267,14 @@ def test_unknown_options_name_the_nearest() -> None:
         LLM("m", tensor_parallel_sise=2)
     with pytest.raises(TypeError, match=r"'xyzzy'$"):
         LLM("m", xyzzy=2)
+
+
+def test_options_of_vllm_that_ask_for_nothing() -> None:
+    config = make_config(device="cpu", quantization=None, runner="generate", cpu_offload_gb=0, compilation_config=0)
+    assert config == make_config(platform="cpu")
+    for name, value in (("quantization", "awq"), ("enable_lora", True), ("runner", "pooling")):
+        with pytest.raises(ConfigError, match=f"{name}={value!r} is not built yet"):
+            make_config(**{name: value})
 
 
 def test_options_reach_their_section(caplog: pytest.LogCaptureFixture) -> None:

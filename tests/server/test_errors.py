@@ -84,6 +84,7 @@ BAD: list[tuple[str, bytes, int, str | None, str | None]] = [
     (COMPLETION, completion(stream="yes"), 400, "stream", None),
     (COMPLETION, completion(stream_options=[]), 400, "stream_options", None),
     (COMPLETION, completion(priority=2**40), 400, "priority", None),
+    (COMPLETION, completion(priority=1), 400, "priority", "unsupported_parameter"),
     (COMPLETION, completion(echo=True, logprobs=1), 400, "echo", None),
     (COMPLETION, completion(suffix="x"), 400, "suffix", "unsupported_parameter"),
     (COMPLETION, completion(best_of=4), 400, "best_of", "unsupported_parameter"),

@@ -86,12 +86,18 @@ def test_max_tokens(builder: RequestBuilder) -> None:
 
 
 def test_several_outputs_have_seeds_in_a_row(builder: RequestBuilder) -> None:
-    prepared = builder.prepare("r", [1], SamplingParams(n=3, seed=2**64 - 1), priority=2, cache_salt="s")
+    prepared = builder.prepare("r", [1], SamplingParams(n=3, seed=2**64 - 1), cache_salt="s")
     assert [child.request_id for child in prepared.children] == ["0_r", "1_r", "2_r"]
     assert [child.seed for child in prepared.children] == [2**64 - 1, 0, 1]
-    assert all(child.sampling.n == 1 and child.priority == 2 for child in prepared.children)
+    assert all(child.sampling.n == 1 for child in prepared.children)
     assert all(child.cache_salt == "s" for child in prepared.children)
     assert builder.prepare("r", [1], SamplingParams(seed=-5)).children[0].seed == 2**64 - 5
+
+
+def test_priorities_are_refused(builder: RequestBuilder) -> None:
+    with pytest.raises(RequestError, match="order of their arrival") as caught:
+        builder.prepare("r", [1], priority=2)
+    assert caught.value.param == "priority"
 
 
 def test_seeds_of_requests_without_one(byte_level: Tokenizer) -> None:

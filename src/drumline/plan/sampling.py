@@ -60,6 +60,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     spaces_between_special_tokens: bool = True
+    logprob_token_ids: list[int] | None = None
+    flat_logprobs: bool = False
+    structured_outputs: Any = None
+    thinking_token_budget: int | None = None
+    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -153,6 +158,11 @@ _LATER = (
     "bad_words",
     "allowed_token_ids",
     "spaces_between_special_tokens",
+    "logprob_token_ids",
+    "flat_logprobs",
+    "structured_outputs",
+    "thinking_token_budget",
+    "extra_args",
 )
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 

@@ -95,6 +95,13 @@ class RequestBuilder:
         ``strict_max_tokens``. ``add_special_tokens`` False is for texts that a chat template has written. Raises
         :class:`RequestError` that says what to change.
         """
+        if priority:
+            raise RequestError(
+                f"priority = {priority} is not supported: requests are served in the order of their arrival. Leave it "
+                "out or at 0.",
+                param="priority",
+                code="unsupported_parameter",
+            )
         params = self.default_params() if params is None else params
         text, token_ids, salt = self._tokens(prompt, add_special_tokens)
         self._check_params(params)

@@ -60,6 +60,9 @@ class RequestOutput:
     """Prompt tokens found in the prefix cache."""
     metrics: None = None
     lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    kv_transfer_params: None = None
 
 
 @dataclass
