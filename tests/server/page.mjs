@@ -35,7 +35,7 @@ if (script === "docs.js") {
   await wait(() => elements.docs?.children.length > 1);
   console.log(elements.docs.textContent);
 } else {
-  await wait(() => elements.model?.children.length);
+  await wait(() => elements.model?.children.length && elements.send.disabled === false);
   elements.model.value = elements.model.children[0].value;
   for (const word of words) {
     const stop = word.startsWith("stop:");

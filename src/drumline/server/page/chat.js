@@ -4,6 +4,7 @@
 const $ = (id) => document.getElementById(id);
 let history = [];
 let running = null;
+let ready = false;
 
 function headers() {
   const key = $("key").value.trim();
@@ -127,7 +128,7 @@ function busy(yes) {
 
 function send() {
   const text = $("text").value.trim();
-  if (!text || running) return;
+  if (!text || running || !ready) return;
   $("text").value = "";
   show("user", text);
   history.push({ role: "user", content: text });
@@ -143,6 +144,13 @@ async function models() {
   const names = (await response.json()).data.map((entry) => entry.id);
   $("model").replaceChildren(...names.map((name) => new Option(name, name)));
   $("state").textContent = "";
+  serves(true);
+}
+
+// Before the server can answer, what was written waits in its box.
+function serves(yes) {
+  ready = yes;
+  $("send").disabled = !yes;
 }
 
 async function watch() {
@@ -150,8 +158,9 @@ async function watch() {
     try {
       const state = await (await fetch("/startupz")).json();
       if (state.status === "ready") return models();
-      const slow = state.processes.filter((row) => row.phase !== "ready").map((row) => `${row.name}: ${row.phase}`);
-      $("state").textContent = [state.message || state.status, ...slow].join(", ");
+      const slow = state.processes.slice(1).filter((row) => row.phase !== "ready");
+      const shown = slow.map((row) => `${row.name} ${row.phase}`).join(" · ");
+      $("state").textContent = state.message || `${state.phase} (${Math.round(state.seconds)} s) ${shown}`;
     } catch {
       $("state").textContent = "no answer from the server";
     }
@@ -171,4 +180,5 @@ $("clear").addEventListener("click", () => {
   $("text").focus();
 });
 $("key").addEventListener("change", models);
+serves(false);
 watch();
