@@ -111,7 +111,7 @@ def test_two_gpus(ran: Ran) -> None:
             "received": 7.0 * rank,
             "graph": [4.0] * 4,
             "contexts": [rank],
-            "listeners": [],
+            "listeners": ["127.0.0.1"],
         }, rank
 
 

@@ -21,10 +21,10 @@ A turn may have more than one meeting (the two-shot below); the argument holds f
 
 **Everybody gets the same bits.** The sum is ((x0 + x1) + x2) + ..., in rank order, whoever computes it; 16-bit types
 are summed in float32 and rounded once. So the result depends neither on the rank nor on the size of the tensor, and
-the choice of tokens rests on it. *One-shot*, for small tensors: each rank computes the whole sum from all slots, one
-meeting. *Two-shot*: each computes its share of the elements from all slots into its own slot, second meeting, each
-copies all shares; reads 2 tensors' worth of memory where one-shot reads as many as there are ranks. Nobody but its
-owner reads a share's place in the owner's slot before the second meeting.
+the choice of tokens rests on it. *One-shot*, for small tensors and for two ranks: each rank computes the whole sum
+from all slots, one meeting. *Two-shot*: each computes its share of the elements from all slots into its own slot,
+second meeting, each copies all shares; reads 2 tensors' worth of memory where one-shot reads as many as there are
+ranks. Nobody but its owner reads a share's place in the owner's slot before the second meeting.
 
 **Waiting.** A wait watches the other's word for a short time if there are enough cores for all ranks, then sleeps in
 the kernel, which compares the word under its own lock, so no wake is lost. The sleep is cut every second, since a
@@ -69,7 +69,8 @@ from drumline.transport.fence import fence
 from drumline.transport.memory import SharedMemory
 
 ONE_SHOT_BYTES = 64 << 10
-"""Tensors up to this size are summed by every rank, larger ones by shares."""
+"""With three ranks and more, tensors up to this size are summed by every rank, larger ones by shares. Two ranks gain
+nothing by shares at any size: each reads the other's tensor once, one way or the other."""
 SPIN_NS = 100_000
 """How long a rank watches a word before it sleeps, if each rank has a core of its own."""
 RECHECK_S = 1.0
@@ -220,6 +221,8 @@ class ShmGroup:
         own_word = ctypes.c_void_p(world.address + 4 * self._own)
         self._wake = (world.number, own_word, ctypes.c_int(_FUTEX_WAKE), ctypes.c_int(_EVERYBODY))
         self._spin_ns = world.spin_ns
+        self._one_shot_bytes = SLOT_BYTES if self._size == 2 else ONE_SHOT_BYTES
+        self._reduce_piece = self._one_shot if self._size == 2 else self._two_shot
         self._sequence = words[self._own]
         self._turn = 0
         self._slots = [[world.bytes[at : at + SLOT_BYTES] for at in row] for row in slot_at]
@@ -235,8 +238,7 @@ class ShmGroup:
         if tensor.requires_grad:
             tensor = tensor.detach()
         function = _reduction(op)
-        shape, dtype = tensor.shape, tensor.dtype
-        views = self._views_of(shape, dtype, ONE_SHOT_BYTES)
+        views = self._views_of(tensor.shape, tensor.dtype)
         if views is None:
             self._reduce_large(tensor, function)
             return
@@ -383,8 +385,8 @@ class ShmGroup:
             self._views[key] = views = make()
         return views
 
-    def _views_of(self, shape: torch.Size, dtype: torch.dtype, limit: int) -> tuple[_Views, _Views] | None:
-        """The slots as tensors of this shape; None if it has more bytes than ``limit``."""
+    def _views_of(self, shape: torch.Size, dtype: torch.dtype) -> tuple[_Views, _Views] | None:
+        """The slots as tensors of this shape; None if it is too large for one-shot."""
         key = (shape, dtype)
         try:
             return self._views[key]
@@ -392,7 +394,7 @@ class ShmGroup:
             pass
 
         def make() -> tuple[_Views, _Views] | None:
-            if shape.numel() * dtype.itemsize > limit:
+            if shape.numel() * dtype.itemsize > self._one_shot_bytes:
                 return None
             return self._make_views([shape] * self._size, dtype)
 
@@ -437,9 +439,16 @@ class ShmGroup:
     def _reduce_large(self, tensor: torch.Tensor, function: Callable[..., torch.Tensor]) -> None:
         flat = tensor.reshape(-1)
         for start, stop in _pieces(flat.numel(), flat.element_size()):
-            self._two_shot(flat[start:stop], function)
+            self._reduce_piece(flat[start:stop], function)
         if not tensor.is_contiguous():
             tensor.copy_(flat.view_as(tensor))
+
+    def _one_shot(self, piece: torch.Tensor, function: Callable[..., torch.Tensor]) -> None:
+        self._turn = turn = self._turn ^ 1
+        views = self._of(piece)[turn]
+        views.own.copy_(piece)
+        self._meet("all_reduce")
+        _reduce(function, views, piece)
 
     def _two_shot(self, piece: torch.Tensor, function: Callable[..., torch.Tensor]) -> None:
         self._turn = turn = self._turn ^ 1
