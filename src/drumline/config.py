@@ -244,7 +244,7 @@ class ProcessConfig:
     failure_grace_s: float = 1.0
     """After a failed call: how long all ranks have to end it before the executor counts as broken, in seconds."""
     shutdown_timeout_s: float = 2.0
-    """Rungs of the shutdown ladder: time between asking and SIGTERM, and again to SIGKILL, in seconds."""
+    """Shutdown ladder: time a worker has between being asked to end and SIGTERM, in seconds."""
     log_level: str = "info"
     log_dir: str = ""
     """Folder of this run's log files, one for each process; empty: a new one in the user's state folder."""
@@ -255,6 +255,11 @@ class ProcessConfig:
         _whole(self, ("mq_slots", "mq_answer_slots"), least=2)
         _positive(self, ("start_timeout_s", "execute_timeout_s", "failure_grace_s", "shutdown_timeout_s"))
         _one_of(self, "log_level", LOG_LEVELS)
+
+    @property
+    def terminate_timeout_s(self) -> float:
+        """Shutdown ladder: from SIGTERM, which ends what can still be interrupted, to SIGKILL."""
+        return self.shutdown_timeout_s / 4
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ class FailureReport(msgspec.Struct, kw_only=True):
     def headline(self) -> str:
         """One line: who, where, what."""
         rank = f" rank {self.rank}" if self.rank is not None else ""
-        where = f" during {self.phase}" if self.phase else ""
+        where = " while ready" if self.phase == "ready" else f" during {self.phase}" if self.phase else ""
         step = f" (step {self.step})" if self.step is not None else ""
         what = {
             "exception": f"raised {self.type}: {self.message}" if self.message else f"raised {self.type}",

@@ -64,7 +64,7 @@ def _check_report(run: Tree, victim: str, pid: int) -> None:
     if victim == "APIServer_0":
         assert run.process.returncode == -signal.SIGKILL
         return
-    assert " during " in headline, run.text
+    assert re.search(r"SIGKILL (while ready|during \w+)", headline), run.text
     assert "log file: " in report, run.text
     assert run.process.returncode == code_of(run.phase), run.text
     if run.stream is not None:

@@ -16,8 +16,7 @@ from pathlib import Path
 import psutil
 
 from drumline.errors import ExitCode
-from tests.server.command import FLAGS, Serve, wait_for
-from tests.server.test_processes import Stream
+from tests.server.command import FLAGS, Serve, Stream, wait_for
 
 RULE = "-" * 72
 ALL = ("APIServer_0", "ForkServer", "EngineCore_DP0", "Worker_0", "Worker_1")

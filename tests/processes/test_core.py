@@ -72,7 +72,7 @@ def test_a_death_is_told_once_with_its_exit_whatever_comes_first() -> None:
         assert gone.exit == c.Exit(signal=9)
         [told] = run.told(c.TellFailure)
         assert told.keys == (0,)
-        assert told.report.headline() == "Worker_TP0 rank 0 (pid 1000) was killed by SIGKILL during ready"
+        assert told.report.headline() == "Worker_TP0 rank 0 (pid 1000) was killed by SIGKILL while ready"
         assert run.core.members[0].state is State.GONE
 
 

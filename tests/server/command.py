@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ TINY = {
     "eos_token_id": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+COMPLETION = "/v1/completions"
+LONG = {"prompt": [5, 6, 7], "stream": True, "ignore_eos": True, "temperature": 0}
 FLAGS = ["-tp", "2", "--load-format", "dummy", "--kv-cache-memory-bytes", "8MiB", "--port", "0"]
 
 
@@ -129,3 +132,25 @@ class Serve:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait(10)
+
+
+class Stream(threading.Thread):
+    """A client with a long answer; ``events`` as they came."""
+
+    def __init__(self, server: Serve) -> None:
+        super().__init__(daemon=True)
+        self._server = server
+        self.events: list[dict[str, Any]] = []
+        self.start()
+        wait_for(lambda: len(self.events) > 2, 30, "tokens")
+
+    def run(self) -> None:
+        with self._server.open("POST", COMPLETION, LONG) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    self.events.append(json.loads(line[6:]))
+
+    def end(self) -> dict[str, Any]:
+        self.join(10)
+        assert not self.is_alive()
+        return self.events[-1]

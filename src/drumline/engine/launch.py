@@ -38,6 +38,10 @@ CONNECT_TIMEOUT_S = 10.0
 """A ready engine core has connected long ago; this is only a bound."""
 
 
+CORE_SLACK_S = 0.5
+"""What the engine core has, after its workers have ended or been killed, to end itself."""
+
+
 class EngineProcesses:
     """See the module's text. Thread-safe.
 
@@ -75,7 +79,11 @@ class EngineProcesses:
             self._forkserver = ForkServer.start(
                 preload, log=LogConfig.create(level=level, dir=process.log_dir), role=self._role
             )
-            self._supervisor = Supervisor(on_event=self._on_event, rung_s=process.shutdown_timeout_s)
+            ladder_s = process.shutdown_timeout_s + process.terminate_timeout_s
+            # The engine core climbs that ladder with its workers, so it gets longer before it is killed itself.
+            self._supervisor = Supervisor(
+                on_event=self._on_event, rung_s=ladder_s + CORE_SLACK_S, term_s=process.terminate_timeout_s
+            )
             self._core = self._forkserver.spawn(
                 ProcessSpec(
                     role=engine_core_name(self.config.parallel.data_parallel_rank),

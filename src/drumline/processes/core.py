@@ -288,10 +288,11 @@ class _Failure:
 class SupervisorCore:
     """See the module. ``handle`` is the only way in; afterwards ``next_deadline`` says when it wants a Tick."""
 
-    def __init__(self, *, window_s: float = 0.15, rung_s: float = 2.0, kill_wait_s: float = 3.0) -> None:
+    def __init__(
+        self, *, window_s: float = 0.15, rung_s: float = 2.0, term_s: float = 2.0, kill_wait_s: float = 3.0
+    ) -> None:
         self.window_s = window_s
-        self.rung_s = rung_s
-        self.kill_wait_s = kill_wait_s
+        self._rung_s = {Rung.ASKED: rung_s, Rung.TERMINATED: term_s, Rung.KILLED: kill_wait_s}
         self.members: dict[int, MemberRecord] = {}
         self.server: FailureReport | None = None
         self.server_phase = "starting"
@@ -329,6 +330,11 @@ class SupervisorCore:
         """Drop the records of members that are gone."""
         for key in keys:
             self.members.pop(key, None)
+
+    @property
+    def ladder_s(self) -> float:
+        """From the first rung to giving up."""
+        return sum(self._rung_s.values())
 
     def next_deadline(self) -> float | None:
         """When a Tick is due, on the clock of ``now``; None: never."""
@@ -518,4 +524,4 @@ class SupervisorCore:
             self._out.append(AskToStop(record.key))
         else:
             self._out.append(SendSignal(record.key, SIGTERM if rung is Rung.TERMINATED else SIGKILL))
-        record.rung_deadline = self._now + (self.kill_wait_s if rung is Rung.KILLED else self.rung_s)
+        record.rung_deadline = self._now + self._rung_s[rung]

@@ -74,11 +74,12 @@ class Supervisor:
         on_event: Callable[[MemberEvent], None] | None = None,
         *,
         rung_s: float = 2.0,
+        term_s: float = 0.5,
         window_s: float = 0.15,
     ) -> None:
-        """``rung_s``: seconds between the rungs of a stop. ``window_s``: how long failures are collected."""
-        self._core = c.SupervisorCore(window_s=window_s, rung_s=rung_s)
-        self._rung_s = rung_s
+        """Seconds: ``rung_s`` from asking to SIGTERM, ``term_s`` from there to SIGKILL, ``window_s`` in which failures
+        are collected."""
+        self._core = c.SupervisorCore(window_s=window_s, rung_s=rung_s, term_s=term_s)
         self._on_event = on_event
         self._members: dict[int, Member] = {}
         self._early: dict[int, list[c.Event]] = {}
@@ -152,7 +153,7 @@ class Supervisor:
         self._not_in_own_thread()
         chosen = list(self._members.values()) if members is None else list(members)
         self.request_stop(chosen, force=force)
-        deadline = time.monotonic() + 2 * self._rung_s + self._core.kill_wait_s + 1.0
+        deadline = time.monotonic() + self._core.ladder_s + 1.0
         with self._changed:
             while any(member.state is not c.State.GONE for member in chosen):
                 left = deadline - time.monotonic()
