@@ -216,7 +216,7 @@ def few_cores(rank: int, size: int, method: str) -> dict[str, Any]:
     for _ in range(300):
         group.all_reduce(torch.ones(10), "sum")
     world.close()
-    return {"spin_ns": world.spin_ns}
+    return {"spins": world.spins}
 
 
 def leaver(rank: int, size: int, method: str) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def test_idle_groups_cost_nothing(ran: Ran) -> None:
 
 
 def test_with_fewer_cores_than_ranks_nobody_watches_words(ran: Ran) -> None:
-    assert ran["few_cores"] == [{"spin_ns": 0}] * 2
+    assert ran["few_cores"] == [{"spins": False}] * 2
 
 
 def test_a_rank_that_leaves_is_told_of_at_once(ran: Ran) -> None:

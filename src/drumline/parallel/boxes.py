@@ -42,15 +42,16 @@ class Boxes:
 
     def slot_at(self, kind: GroupKind, rank: int, parity: int) -> int:
         """One of the two slots of a rank in its group of this kind."""
-        return self._control_bytes + (2 * self._box(kind, rank) + parity) * SLOT_BYTES
+        return self.control_bytes + (2 * self._box(kind, rank) + parity) * SLOT_BYTES
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the whole memory."""
-        return self._control_bytes + 2 * len(_KINDS) * self.ranks * SLOT_BYTES
+        return self.control_bytes + 2 * len(_KINDS) * self.ranks * SLOT_BYTES
 
     @property
-    def _control_bytes(self) -> int:
+    def control_bytes(self) -> int:
+        """Bytes of member lines and words, which come first."""
         return -(-(1 + len(_KINDS)) * self.ranks * LINE // _PAGE) * _PAGE
 
     def _box(self, kind: GroupKind, rank: int) -> int:

@@ -5,17 +5,15 @@ authentication, and a thread of it looks around a hundred times a second for eve
 it. The memory is a memfd that whoever starts the ranks has made (:mod:`drumline.parallel.rendezvous`); what lies where
 in it: :mod:`drumline.parallel.boxes`. Each rank maps it once (:class:`World`).
 
-**A turn.** Each rank of a group has a sequence word, which only it writes, and two slots. All operations are made of
-turns; turn k uses slot k % 2 of everybody::
+**A turn.** Each rank of a group has two slots. All operations are made of turns; turn k uses slot k % 2 of everybody::
 
     copy what I show into my slot
-    meet:  fence; my word = next number; futex(WAKE) on my word
-           until every other word has come to that number: futex(WAIT) on it; fence
+    meet: tell the others, wait until all have told (drumline.parallel.meeting)
     read the others' slots
 
 **Why one meeting a turn is enough.** Let rank a write its slot in turn k while rank b is still reading it. b reads
 a's slot of that parity in turn k-2 at the latest. But a is in turn k, so it has left the meeting of turn k-1, so b has
-entered it, and what b read in turn k-2 it read before that (its fence at the start of a meeting keeps it so). With one
+entered it, and what b read in turn k-2 it read before that (the fence at the start of a meeting keeps it so). With one
 slot a would be stopped by nothing: after the meeting of turn k-1 it may begin turn k at once, with b still reading.
 A turn may have more than one meeting (the two-shot below); the argument holds for the first of each.
 
@@ -26,156 +24,75 @@ from all slots, one meeting. *Two-shot*: each computes its share of the elements
 second meeting, each copies all shares; reads 2 tensors' worth of memory where one-shot reads as many as there are
 ranks. Nobody but its owner reads a share's place in the owner's slot before the second meeting.
 
-**Waiting.** A wait watches the other's word for a short time if there are enough cores for all ranks, then sleeps in
-the kernel, which compares the word under its own lock, so no wake is lost. The sleep is cut every second, since a
-signal that comes between Python's last look and the system call is handled only then (its handler may raise, which
-ends the wait); then it is also looked whether the one waited for is still alive. The deadline is the group's timeout.
-Numbers are modulo 2^32 and compared by difference: nobody can be further ahead than one turn.
+Little Python in each call: views of the slots are kept for each shape and type, and nothing is allocated.
 
-A rank that dies while others wait for it ends their wait by itself after a second (or by whoever supervises them,
-earlier), one that closes its groups ends it at once, one that is stopped or hangs when the timeout is over. The error
-says who is missing.
-
-Rejected: one counter per group that all ranks add to (Python has no atomic add on shared memory); POSIX semaphores
-and barriers of the C library (a rank that dies inside leaves them broken, and no deadline on a barrier); a pointer to
-each other's tensors by process_vm_readv (a system call per peer, as dear as the meeting); vLLM's kernels for it (a
-compiler at install time, spinning without end).
+Rejected: reading each other's tensors by process_vm_readv (a system call for each peer, as dear as the meeting, and
+not allowed everywhere); vLLM's kernels for it (a compiler at install time).
 
 One thread at a time may use a group. A forked child must not go on with its parent's.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import itertools
-import os
 import pickle
-import select
 import struct
-import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from drumline.errors import ChannelClosedError, CollectiveError, ConfigError
-from drumline.parallel.boxes import SLOT_BYTES, Boxes
+from drumline.errors import ChannelClosedError
+from drumline.parallel.boxes import SLOT_BYTES
 from drumline.parallel.layout import GroupKind
-from drumline.platforms import host
-from drumline.transport.doorbell import futex_number
-from drumline.transport.fence import fence
-from drumline.transport.memory import SharedMemory
+from drumline.parallel.meeting import Meeting, Members
 
 ONE_SHOT_BYTES = 64 << 10
 """With three ranks and more, tensors up to this size are summed by every rank, larger ones by shares. Two ranks gain
 nothing by shares at any size: each reads the other's tensor once, one way or the other."""
-SPIN_NS = 100_000
-"""How long a rank watches a word before it sleeps, if each rank has a core of its own."""
-RECHECK_S = 1.0
-"""Longest sleep before a rank looks again, at signals and at whether the one it waits for still lives."""
 
-_MASK = 0xFFFFFFFF
-_BEHIND = 0x80000000
-_FUTEX_WAIT, _FUTEX_WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF
-_QUIET = frozenset({errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT})
 _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _HALVES = (torch.bfloat16, torch.float16)
 _PLANS = 1024
 """Number of shapes of which views are kept."""
 _LENGTH = struct.Struct("Q")
-_PID, _LEFT, _NAMESPACE = 0, 1, 2  # words of a member line
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = [("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64)]
-
-
-# Arguments are ctypes objects made beforehand: half the time of converting them in each call. Waking never blocks, so
-# it keeps the GIL.
-_wait_call = ctypes.CDLL(None, use_errno=True).syscall
-_wait_call.restype = ctypes.c_long
-_wake_call = ctypes.PyDLL(None).syscall
-_wake_call.restype = ctypes.c_long
 
 
 class World:
-    """One rank's mapping of its world's memory, and what the groups in it share.
+    """One rank's mapping of its world's memory, and its groups.
 
     ``fd`` stays the caller's, who may close it right after. ConfigError if the memory is of another world.
     """
 
     def __init__(self, fd: int, ranks: int, rank: int, timeout_s: float) -> None:
-        self.boxes = Boxes(ranks)
-        self.rank = rank
-        self.timeout_s = timeout_s
-        try:
-            self._memory = SharedMemory.attach(fd, self.boxes.total_bytes)
-        except ChannelClosedError as error:
-            raise ConfigError(f"the memory of the rendezvous is not that of {ranks} ranks: {error}") from None
-        self.buf = self._memory.buf
-        self.words = self.buf[: self.boxes.slot_at(next(iter(GroupKind)), 0, 0)].cast("I")
+        self._members = Members(fd, ranks, rank, timeout_s)
         with torch.inference_mode(False):
-            self.bytes = torch.frombuffer(self._memory.mapping(), dtype=torch.uint8)
-        self.address = self.bytes.data_ptr()
-        self.spin_ns = SPIN_NS if host.cores() >= ranks else 0
-        self.number = ctypes.c_long(futex_number())
+            self._bytes = torch.frombuffer(self._members.memory.mapping(), dtype=torch.uint8)
         self._groups: list[ShmGroup] = []
         self._closed = False
-        self._namespace = Path("/proc/self/ns/pid").stat().st_ino & _MASK
-        self._enter()
 
-    def _enter(self) -> None:
-        line = self.boxes.member_at(self.rank) // 4
-        if self.words[line + _PID]:
-            raise ConfigError("a rendezvous is good for one world only: this rank has been here before")
-        self.words[line + _NAMESPACE] = self._namespace
-        self.words[line + _PID] = os.getpid()
+    @property
+    def spins(self) -> bool:
+        """Whether waiting ranks watch for a while before they sleep."""
+        return self._members.spin_ns > 0
 
     def group(self, kind: GroupKind, ranks: Sequence[int]) -> ShmGroup:
         """This rank's side of its group of this kind."""
-        group = ShmGroup(self, kind, ranks)
+        group = ShmGroup(self._members, self._bytes, kind, ranks)
         self._groups.append(group)
         return group
-
-    def gone(self, rank: int, *, look: bool) -> str:
-        """Why a rank will not come any more; empty if it may. With ``look`` the kernel is asked."""
-        line = self.boxes.member_at(rank) // 4
-        if self.words[line + _LEFT]:
-            return "has left the group"
-        pid = self.words[line + _PID]
-        if look and pid and self.words[line + _NAMESPACE] == self._namespace and not _alive(pid):
-            return f"(pid {pid}) has died"
-        return ""
 
     def close(self) -> None:
         """Tell the others, and let go of the memory. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self.words[self.boxes.member_at(self.rank) // 4 + _LEFT] = 1
-        fence()
+        self._members.leave()
         for group in self._groups:
             group.close()
         self._groups.clear()
-        self.words.release()
-        del self.bytes
-        self._memory.close()
-
-
-def _alive(pid: int) -> bool:
-    """Whether a process of this PID namespace runs; a zombie does not."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return False
-    except OSError:  # no descriptors left, or not allowed: then only the deadline tells
-        return True
-    try:
-        return not select.select([fd], [], [], 0)[0]
-    finally:
-        os.close(fd)
+        del self._bytes
+        self._members.close()
 
 
 class _Views(NamedTuple):
@@ -205,28 +122,17 @@ class _Shares(NamedTuple):
 class ShmGroup:
     """The ranks of one group, as one of them sees it. What the operations do: ``GroupCoordinator``."""
 
-    def __init__(self, world: World, kind: GroupKind, ranks: Sequence[int]) -> None:
-        self._world = world
-        self._name = f"{kind.value} group {tuple(ranks)}"
-        self._ranks = tuple(ranks)
-        self._rank = world.rank
-        self._place = self._ranks.index(world.rank)
-        self._size = len(self._ranks)
-        boxes, words = world.boxes, world.words
-        word_at = [boxes.word_at(kind, rank) for rank in ranks]
-        slot_at = [[boxes.slot_at(kind, rank, parity) for rank in ranks] for parity in (0, 1)]
-        self._words = words
-        self._own = word_at[self._place] // 4
-        self._others = [at // 4 for place, at in enumerate(word_at) if place != self._place]
-        own_word = ctypes.c_void_p(world.address + 4 * self._own)
-        self._wake = (world.number, own_word, ctypes.c_int(_FUTEX_WAKE), ctypes.c_int(_EVERYBODY))
-        self._spin_ns = world.spin_ns
+    def __init__(self, members: Members, memory: torch.Tensor, kind: GroupKind, ranks: Sequence[int]) -> None:
+        self._size = len(ranks)
+        self._place = tuple(ranks).index(members.rank)
+        self._meeting = Meeting(members, kind, ranks)
+        self._meet = self._meeting.meet
         self._one_shot_bytes = SLOT_BYTES if self._size == 2 else ONE_SHOT_BYTES
         self._reduce_piece = self._one_shot if self._size == 2 else self._two_shot
-        self._sequence = words[self._own]
         self._turn = 0
-        self._slots = [[world.bytes[at : at + SLOT_BYTES] for at in row] for row in slot_at]
-        self._buffers = [[world.buf[at : at + SLOT_BYTES] for at in row] for row in slot_at]
+        slots = [[members.boxes.slot_at(kind, rank, parity) for rank in ranks] for parity in (0, 1)]
+        self._slots = [[memory[at : at + SLOT_BYTES] for at in row] for row in slots]
+        self._buffers = [[members.memory.buf[at : at + SLOT_BYTES] for at in row] for row in slots]
         self._views: dict[Any, tuple[_Views, _Views] | None] = {}
         self._shares: dict[Any, tuple[_Shares, _Shares]] = {}
         self._scratch: torch.Tensor | None = None
@@ -303,74 +209,13 @@ class ShmGroup:
         """Wake whoever waits for this rank, who has been marked as gone, and drop all views of the memory."""
         if not self._slots:
             return
-        _wake_call(*self._wake)
+        self._meeting.wake()
         self._slots = []
         self._views.clear()
         self._shares.clear()
         for row in self._buffers:
             for buffer in row:
                 buffer.release()
-
-    # Meeting.
-
-    def _meet(self, operation: str) -> None:
-        """Tell the others that I am here, and wait until they are."""
-        self._sequence = target = (self._sequence + 1) & _MASK
-        words = self._words
-        fence()
-        words[self._own] = target
-        _wake_call(*self._wake)
-        for at in self._others:
-            if (words[at] - target) & _BEHIND:
-                self._wait(at, target, operation)
-        fence()
-
-    def _wait(self, at: int, target: int, operation: str) -> None:
-        """Until word ``at`` has come to ``target``."""
-        words = self._words
-        if self._spin_ns:
-            until = time.perf_counter_ns() + self._spin_ns
-            while time.perf_counter_ns() < until:
-                os.sched_yield()  # the one waited for may have no core but this one
-                if not (words[at] - target) & _BEHIND:
-                    return
-        rank = self._rank_of(at)
-        deadline = time.monotonic() + self._world.timeout_s
-        look = False
-        while True:
-            gone = self._world.gone(rank, look=look)
-            fence()  # whoever is gone has told before how far it came
-            value = words[at]
-            if not (value - target) & _BEHIND:
-                return
-            left = deadline - time.monotonic()
-            if gone or left <= 0:
-                raise CollectiveError(self._missing(operation, target, rank, gone))
-            look = not self._sleep(at, value, min(left, RECHECK_S))
-
-    def _sleep(self, at: int, value: int, seconds: float) -> bool:
-        """Sleep while a word has this value; False if the time is over. EINTR and spurious wakes: True."""
-        whole = int(seconds)
-        timeout = _Timespec(whole, int((seconds - whole) * 1e9))
-        word = ctypes.c_void_p(self._world.address + 4 * at)
-        number = self._world.number
-        if _wait_call(number, word, _FUTEX_WAIT, ctypes.c_uint32(value), ctypes.byref(timeout), None, 0) == -1:
-            code = ctypes.get_errno()
-            if code not in _QUIET:
-                raise OSError(code, f"futex wait: {os.strerror(code)}")
-            return code != errno.ETIMEDOUT
-        return True
-
-    def _rank_of(self, at: int) -> int:
-        return [rank for rank in self._ranks if rank != self._rank][self._others.index(at)]
-
-    def _missing(self, operation: str, target: int, rank: int, gone: str) -> str:
-        where = f"{operation} of {self._name} on rank {self._rank}"
-        if gone:
-            return f"{where}: rank {rank} {gone}"
-        behind = [self._rank_of(at) for at in self._others if (self._words[at] - target) & _BEHIND]
-        ranks = ", ".join(map(str, behind))
-        return f"{where}: no sign of rank{'s' * (len(behind) > 1)} {ranks} within {self._world.timeout_s:g} s"
 
     # Views.
 
@@ -416,7 +261,7 @@ class ShmGroup:
 
     def _make_views(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> tuple[_Views, _Views]:
         if not self._slots:
-            raise ChannelClosedError(f"{self._name} is closed")
+            raise ChannelClosedError(f"{self._meeting.name} is closed")
 
         def make(row: list[torch.Tensor]) -> _Views:
             pairs = zip(row, shapes, strict=True)
@@ -505,7 +350,7 @@ class ShmGroup:
     def _exchange(self, operation: str, data: bytes) -> list[bytearray]:
         """Everybody's bytes. The first turn carries the lengths, from which all know how many turns there are."""
         data = _LENGTH.pack(len(data)) + data
-        found: list[bytearray] = [bytearray() for _ in self._ranks]
+        found: list[bytearray] = [bytearray() for _ in range(self._size)]
         lengths = [0] * self._size
         done = 0
         while not done or done < max(lengths):

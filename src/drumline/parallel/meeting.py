@@ -1,0 +1,217 @@
+"""Where ranks of one machine wait for each other, in shared memory: the turns of :mod:`drumline.parallel.shm`.
+
+Each rank of a group has a sequence word, which only it writes. To meet is to put the next number into one's own word,
+wake whoever sleeps on it, and wait until every other word has come to that number::
+
+    fence; my word = number; futex(WAKE) on my word
+    for each other word: while it is behind number: futex(WAIT) on it
+    fence
+
+What a rank has written before a meeting, every rank sees after it; what a rank has read before it, nobody overwrites
+who writes only after it.
+
+**Waiting.** A wait watches the other's word for a short time if there are enough cores for all ranks (giving the core
+away at each look, in case the other one needs it), then sleeps in the kernel, which compares the word under its own
+lock, so no wake is lost. The sleep is cut every second, since a signal that comes between Python's last look and the
+system call is handled only then (its handler may raise, which ends the wait); then it is also looked whether the one
+waited for is still alive. The deadline is the world's timeout. Numbers are modulo 2^32 and compared by difference:
+nobody can be further ahead than one meeting.
+
+A rank that dies while others wait for it ends their wait after a second, unless whoever supervises them was faster;
+one that closes its groups ends it at once; one that is stopped or hangs, when the timeout is over. The error says who
+is missing.
+
+Rejected: one counter per group that all ranks add to (Python has no atomic add on shared memory); semaphores and
+barriers of the C library (a rank that dies inside leaves them broken, and a barrier takes no deadline); watching
+without end, as vLLM's collectives for CPUs do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from drumline.errors import ChannelClosedError, CollectiveError, ConfigError
+from drumline.parallel.boxes import Boxes
+from drumline.parallel.layout import GroupKind
+from drumline.platforms import host
+from drumline.transport.doorbell import futex_number
+from drumline.transport.fence import fence
+from drumline.transport.memory import SharedMemory
+
+SPIN_NS = 100_000
+"""How long a rank watches a word before it sleeps, if each rank has a core of its own."""
+RECHECK_S = 1.0
+"""Longest sleep before a rank looks again, at signals and at whether the one it waits for still lives."""
+
+_MASK = 0xFFFFFFFF
+_BEHIND = 0x80000000
+_FUTEX_WAIT, _FUTEX_WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF
+_QUIET = frozenset({errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT})
+_PID, _LEFT, _NAMESPACE = 0, 1, 2  # words of a member line
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64)]
+
+
+# Arguments are ctypes objects, most of them made beforehand: half the time of having them converted in each call.
+# Waking never blocks, so it keeps the GIL.
+_wait_call = ctypes.CDLL(None, use_errno=True).syscall
+_wait_call.restype = ctypes.c_long
+_wake_call = ctypes.PyDLL(None).syscall
+_wake_call.restype = ctypes.c_long
+
+
+class Members:
+    """One rank's mapping of its world's memory, and who else has come.
+
+    ``fd`` stays the caller's, who may close it right after. ConfigError if the memory is of another world.
+    """
+
+    def __init__(self, fd: int, ranks: int, rank: int, timeout_s: float) -> None:
+        self.boxes = Boxes(ranks)
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self.number = ctypes.c_long(futex_number())
+        try:
+            self.memory = SharedMemory.attach(fd, self.boxes.total_bytes)
+        except ChannelClosedError as error:
+            raise ConfigError(f"the memory of the rendezvous is not that of {ranks} ranks: {error}") from None
+        anchor = ctypes.c_char.from_buffer(self.memory.mapping())
+        self.address = ctypes.addressof(anchor)
+        del anchor  # it would keep the mapping from closing; the address stays good until then
+        self.words = self.memory.buf[: self.boxes.control_bytes].cast("I")
+        self.spin_ns = SPIN_NS if host.cores() >= ranks else 0
+        self._namespace = Path("/proc/self/ns/pid").stat().st_ino & _MASK
+        self._come()
+
+    def _come(self) -> None:
+        line = self._line(self.rank)
+        if self.words[line + _PID]:
+            raise ConfigError("a rendezvous is good for one world only: this rank has been here before")
+        self.words[line + _NAMESPACE] = self._namespace
+        self.words[line + _PID] = os.getpid()
+
+    def leave(self) -> None:
+        """Mark this rank as gone; then wake those who wait for it (:meth:`Meeting.wake`)."""
+        self.words[self._line(self.rank) + _LEFT] = 1
+
+    def gone(self, rank: int, *, ask: bool) -> str:
+        """Why a rank will not come any more; empty if it may. The kernel is asked only if wanted: a system call."""
+        line = self._line(rank)
+        if self.words[line + _LEFT]:
+            return "has left the group"
+        pid = self.words[line + _PID]
+        if ask and pid and self.words[line + _NAMESPACE] == self._namespace and not _alive(pid):
+            return f"(pid {pid}) has died"
+        return ""
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self.words.release()
+        self.memory.close()
+
+    def _line(self, rank: int) -> int:
+        return self.boxes.member_at(rank) // 4
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process of this PID namespace runs; a zombie does not."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    except OSError:  # no descriptors left, or a kernel without it: then only the deadline tells
+        return True
+    try:
+        return not select.select([fd], [], [], 0)[0]
+    finally:
+        os.close(fd)
+
+
+class Meeting:
+    """Where the ranks of one group meet, as one of them sees it."""
+
+    def __init__(self, members: Members, kind: GroupKind, ranks: Sequence[int]) -> None:
+        self.name = f"{kind.value} group {tuple(ranks)}"
+        self._members = members
+        self._words = members.words
+        self._spin_ns = members.spin_ns
+        at = {rank: members.boxes.word_at(kind, rank) // 4 for rank in ranks}
+        self._own = at.pop(members.rank)
+        self._others = tuple(at.values())
+        self._ranks = {word: rank for rank, word in at.items()}
+        self._number = self._words[self._own]
+        self._wake = (members.number, self._address(self._own), ctypes.c_int(_FUTEX_WAKE), ctypes.c_int(_EVERYBODY))
+
+    def meet(self, operation: str) -> None:
+        """Say that I am here, and wait until all others are. ``operation`` is for the error.
+
+        CollectiveError if a rank is gone or does not come in time; what a signal handler raises.
+        """
+        self._number = number = (self._number + 1) & _MASK
+        words = self._words
+        fence()
+        words[self._own] = number
+        _wake_call(*self._wake)
+        for at in self._others:
+            if (words[at] - number) & _BEHIND:
+                self._wait(at, number, operation)
+        fence()
+
+    def wake(self) -> None:
+        """Wake whoever waits for this rank, to look whether it is gone."""
+        fence()
+        _wake_call(*self._wake)
+
+    def _wait(self, at: int, number: int, operation: str) -> None:
+        """Until word ``at`` has come to ``number``."""
+        words = self._words
+        if self._spin_ns:
+            until = time.perf_counter_ns() + self._spin_ns
+            while time.perf_counter_ns() < until:
+                os.sched_yield()
+                if not (words[at] - number) & _BEHIND:
+                    return
+        deadline = time.monotonic() + self._members.timeout_s
+        rank, overslept = self._ranks[at], False
+        while True:
+            gone = self._members.gone(rank, ask=overslept)
+            fence()  # who is gone has told before how far it came
+            value = words[at]
+            if not (value - number) & _BEHIND:
+                return
+            left = deadline - time.monotonic()
+            if gone or left <= 0:
+                raise CollectiveError(self._missing(operation, number, rank, gone))
+            overslept = self._sleep(at, value, min(left, RECHECK_S))
+
+    def _sleep(self, at: int, value: int, seconds: float) -> bool:
+        """Sleep while a word has this value; True if the time is over. Signals and spurious wakes end it early."""
+        whole = int(seconds)
+        timeout = _Timespec(whole, int((seconds - whole) * 1e9))
+        word, expected = self._address(at), ctypes.c_uint32(value)
+        number = self._members.number
+        if _wait_call(number, word, ctypes.c_int(_FUTEX_WAIT), expected, ctypes.byref(timeout), None, 0) == -1:
+            code = ctypes.get_errno()
+            if code not in _QUIET:
+                raise OSError(code, f"futex wait: {os.strerror(code)}")
+            return code == errno.ETIMEDOUT
+        return False
+
+    def _address(self, word: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self._members.address + 4 * word)
+
+    def _missing(self, operation: str, number: int, rank: int, gone: str) -> str:
+        where = f"{operation} of {self.name} on rank {self._members.rank}"
+        if gone:
+            return f"{where}: rank {rank} {gone}"
+        behind = [self._ranks[at] for at in self._others if (self._words[at] - number) & _BEHIND]
+        ranks = ", ".join(map(str, behind))
+        return f"{where}: no sign of rank{'s' * (len(behind) > 1)} {ranks} within {self._members.timeout_s:g} s"
