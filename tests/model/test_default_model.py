@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -188,6 +189,25 @@ def test_ends_when_whoever_started_it_is_gone(tmp_path: Path, monkeypatch: pytes
             assert process.stdout.readline().startswith("@ 0.0000 another process prepares")
             process.stdin.close()
             assert process.wait(10) == 1
+
+
+def test_what_was_begun_is_removed_when_it_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    large = tmp_path / "large.gguf"
+    with large.open("wb") as file:
+        file.truncate(4 << 30)  # takes seconds to check, and no room
+    monkeypatch.setenv(default_model.LOCAL_GGUF_VARIABLE, str(large))
+    command = [sys.executable, "-m", "drumline.model.default_model", "--machine"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline().startswith("@ 0.0000 checking")
+        models = tmp_path / "drumline" / "models"
+        assert list(models.glob(".partial-*"))
+        process.send_signal(signal.SIGINT)  # as a terminal does; it is not for this process
+        process.stdin.close()
+        assert process.wait(10) == 1
+    assert not list(models.glob(".partial-*"))
 
 
 class _Terminal(io.StringIO):

