@@ -164,7 +164,7 @@ def test_kill_of_the_program_itself(tiny: tuple[Path, Any]):
         kill(program.pid, signal.SIGKILL)
         wait_gone(pids)
         told = program.stderr.read()
-    assert f"LLM (pid {program.pid}) ended" in told
+    assert f"LLM (pid {program.pid}) was killed by SIGKILL" in told
     assert told.count("drumline failed") == 1
 
 
