@@ -112,7 +112,7 @@ def test_others_hang_after_the_deadline(make: Make) -> None:
         executor.collective_rpc("raise_on", (2, "boom", 0.3), timeout=0.1)
     assert executor.collective_rpc("note", (1,)) == [0, 1, 2]
     with pytest.raises(RPCTimeoutError):
-        executor.collective_rpc("raise_while_others_block", (2, 60.0), timeout=0.001)
+        executor.collective_rpc("raise_while_others_block", (2, 60.0, 0.3), timeout=0.1)
     wait_until(lambda: executor.is_failed)
 
 

@@ -90,8 +90,9 @@ class Plain:
             raise OddError(1, 2, 3)
         return self.rank
 
-    def raise_while_others_block(self, rank: int, seconds: float) -> None:
+    def raise_while_others_block(self, rank: int, seconds: float, after: float = 0.0) -> None:
         if self.rank == rank:
+            time.sleep(after)
             raise ValueError(f"boom rank{rank}")
         time.sleep(seconds)
 
