@@ -130,6 +130,10 @@ class ChildContext:
         """Bytes for the owner. ChannelClosedError if it is gone, TimeoutError if it does not read."""
         self.conn.send(m.Data(data), timeout_s=timeout_s)
 
+    def note(self, text: str) -> None:
+        """Write into its log file, not on the console."""
+        self._log.note(text)
+
     def fail(self, error: BaseException, phase: str | None = None, step: int | None = None) -> FailureReport:
         """Tell the owner that this process failed; it should end then. The first failure counts."""
         report = make_report(

@@ -14,7 +14,6 @@ call is garbage before the next one is waited for: everything that refers to it 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +26,6 @@ from drumline.transport.waiter import Waiter
 from drumline.worker.segment import Progress
 from drumline.worker.wire import ALL_RANKS, CallDecoder, CallFailed, CallHead, encode_answer, read_head
 from drumline.worker.wrapper import bind, step_of
-
-log = logging.getLogger(__name__)
 
 
 class WorkerStop(BaseException):
@@ -130,6 +127,5 @@ class WorkerLoop:
 
     def _fail(self, head: CallHead, owed: bool, exc: BaseException, name: str, step: int | None) -> None:
         report = self._make_report(exc, name, step)
-        log.warning("call %d failed: %s", head.call_id, report.headline())  # its caller gets the traceback
         self._progress.count_failure(self._rank)
         self._send_failure(CallFailed(head.call_id, owed, report))

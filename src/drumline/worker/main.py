@@ -132,6 +132,8 @@ class WorkerProcess:
         return make_report(exc, role=child.role, rank=self._task.rank, phase=phase, step=step, log_file=child.log_file)
 
     def _send_failure(self, failure: CallFailed) -> None:
+        # Not on the console: the caller is told, and where a rank has died this is only a consequence of it.
+        self._child.note(f"call {failure.call_id} failed: {failure.report.text()}")
         try:
             self._child.send(encode_failure(failure))
         except ChannelClosedError:
