@@ -192,7 +192,7 @@ class Slow(Plain):
 
 
 class Gloo(Plain):
-    """Joins a gloo group."""
+    """Joins groups: shared memory on one machine, gloo where the init method offers none."""
 
     def init_device(self) -> None:
         from drumline.parallel.groups import init_groups
@@ -214,5 +214,5 @@ class Gloo(Plain):
         return self.total()
 
     def shutdown(self) -> None:
-        self.groups.destroy()
+        self.groups.close()
         super().shutdown()

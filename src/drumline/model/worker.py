@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from drumline.model.runner import ModelRunner
 from drumline.model.sampling import Sampler
 from drumline.parallel.groups import Groups, init_groups
 from drumline.parallel.layout import Layout, device_index, worker_places
-from drumline.parallel.rendezvous import collective_backend
 from drumline.parallel.shards import vocab_shards
 from drumline.plan.kv import KVConfig, KVSpec
 from drumline.plan.step import StepOutput, StepPlan
@@ -23,8 +21,6 @@ from drumline.platforms import host
 from drumline.platforms.resolve import resolve_platform
 from drumline.processes.titles import worker_name
 from drumline.worker.protocol import WorkerContext
-
-logger = logging.getLogger(__name__)
 
 CPU_KV_SHARE = 0.25
 """Share of the host's available memory that the KV pools of one machine's workers take at most, unless told."""
@@ -68,34 +64,18 @@ class ModelWorker:
     def init_device(self) -> None:
         """Open the device and join the groups; then the worker has its name."""
         self.device = self.platform.set_device(self.device_index)
-        backend = self.platform.collective_backend
         parallel = self.config.parallel
-        logger.info(
-            "world_size=%d rank=%d local_rank=%d distributed_init_method=%s backend=%s",
-            self.layout.world_size,
-            self.rank,
-            self.context.local_rank,
-            self.context.distributed_init_method,
-            collective_backend(backend, self.context.distributed_init_method),
-        )
         self.groups = init_groups(
             self.layout,
             self.rank,
             self.context.distributed_init_method,
-            backend,
+            self.platform.collective_backend,
             parallel.distributed_timeout_s,
             device=self.device,
             one_machine=parallel.nnodes_within_dp == 1,
         )
         places = worker_places(parallel, self.rank)
         self.context.set_name(worker_name(**places, expert_parallel=parallel.enable_expert_parallel))
-        logger.info("device %s", self._device_text())
-
-    def _device_text(self) -> str:
-        if not self.platform.accelerator:
-            return f"{self.device} ({torch.get_num_threads()} threads)"
-        device = self.platform.device_table().devices[self.device_index]
-        return f"{self.device}: {device.name} {device.uuid}".rstrip()
 
     def load_model(self) -> None:
         """Load this rank's share of the weights."""

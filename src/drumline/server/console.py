@@ -92,10 +92,10 @@ def _print(console: Console, table: Table) -> None:
     console.print()
 
 
-def invitation(url: str, model: str, *, chat: bool, key: bool) -> None:
-    """How to talk to the server."""
+def invitation(url: str, model: str, *, chat: bool, text: bool, key: bool) -> None:
+    """How to talk to the server. ``text``: it has a tokenizer; otherwise prompts are token ids."""
     authorization = " -H 'Authorization: Bearer <key>'" if key else ""
-    body: dict[str, object] = {"model": model, "prompt": "Once upon a time", "max_tokens": 32}
+    body: dict[str, object] = {"model": model, "prompt": "Once upon a time" if text else [1, 2, 3], "max_tokens": 32}
     route = "/v1/completions"
     if chat:
         body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}]}

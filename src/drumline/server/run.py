@@ -239,8 +239,9 @@ class Command:
         console.tables(processes, memory, found, info)
         text = self.service.text
         chat = text is not None and text.can_chat
+        speaks = text is not None and text.tokenizer is not None
         address = url(self._sockets[0])
-        console.invitation(address, self.service.names[0], chat=chat, key=bool(self._server.api_key))
+        console.invitation(address, self.service.names[0], chat=chat, text=speaks, key=bool(self._server.api_key))
 
     # ---------------------------------------------------------------------------------------------------------- end
 
