@@ -29,4 +29,4 @@ elif [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ]; then
 else
     pip_install "torch==$version"
 fi
-"$python" -c 'import torch; print("   torch", torch.__version__)'
+"$python" -W ignore -c 'import torch; print("   torch", torch.__version__)'
