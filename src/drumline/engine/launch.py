@@ -19,6 +19,7 @@ import msgspec
 from drumline.config import EngineConfig
 from drumline.engine.protocol import CoreStart, EngineInfo, ProcessState
 from drumline.errors import EngineDeadError, FailureReport, StartupError
+from drumline.executor import Executor
 from drumline.model.spec import preload_modules, read_spec
 from drumline.platforms import resolve_platform
 from drumline.processes import (
@@ -181,7 +182,7 @@ def preload_of(config: EngineConfig) -> tuple[str, ...]:
 def core_threads(config: EngineConfig) -> int:
     """Compute threads of the engine core if the worker lives in it (``uni``). Else 0: it computes nothing, and its
     environment must stay the user's, since the executor reads OMP_NUM_THREADS there for the workers."""
-    if config.parallel.world_size > 1:
+    if not Executor.get_class(config).worker_in_process:
         return 0
     platform = resolve_platform(config.platform)
     return platform.threads_per_worker(config.process.threads_per_worker, config.parallel.local_devices, os.environ)

@@ -86,7 +86,7 @@ class EngineProcess:
     def _start_executor(self) -> Executor:
         self._child.set_phase("starting workers")
         kind = Executor.get_class(self._config)
-        forkserver = None if self._config.parallel.world_size == 1 else self._child.forkserver
+        forkserver = None if kind.worker_in_process else self._child.forkserver
         return kind(self._config, waiter=self._waiter, forkserver=forkserver, on_phase=self._pass_on)
 
     def _pass_on(self, state: WorkerState) -> None:

@@ -75,6 +75,8 @@ class Executor(ABC):
     supports_async_scheduling: ClassVar[bool] = False
     """May be handed plan n + 1 before the answer of plan n."""
     uses_ray: ClassVar[bool] = False
+    worker_in_process: ClassVar[bool] = False
+    """The only worker is an object in the executor's own process, which so needs compute threads and no fork server."""
 
     def __init__(
         self,

@@ -42,6 +42,7 @@ class UniExecutor(Executor):
     """One worker in this process. World size 1 only."""
 
     supports_async_scheduling = True
+    worker_in_process = True
 
     def _check(self) -> None:
         super()._check()

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from drumline.errors import ChannelClosedError, FailureReport
-from drumline.processes import linux
+from drumline.processes import client, linux
 from drumline.processes import messages as m
 from drumline.processes.client import ForkServer
 from drumline.processes.connection import Connection
@@ -197,6 +197,7 @@ class ChildContext:
 
     def begin(self) -> None:
         """Signals, first words, supervisor thread."""
+        client.inside = self.role
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the root's to handle
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._on_sigterm)

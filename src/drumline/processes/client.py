@@ -22,7 +22,7 @@ from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
 
-from drumline.errors import ChannelClosedError, DrumlineError, FailureReport
+from drumline.errors import ChannelClosedError, ConfigError, DrumlineError, FailureReport
 from drumline.processes import messages as m
 from drumline.processes.connection import Connection, socket_pair
 from drumline.processes.core import Exit, State
@@ -40,6 +40,10 @@ _IMPORTING_WAIT_S = 0.3
 
 _keys = itertools.count(1)
 _open_servers: weakref.WeakSet[ForkServer] = weakref.WeakSet()
+
+inside = ""
+"""Role of this process if it is a child of a fork server. One that started another would go on without end where the
+module of a worker class starts an engine when it is imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +167,12 @@ class ForkServer:
         ``env``: changes to this process's environment, for it and all children. ``role``: what reports of this
         process's death call it.
         """
+        if inside:
+            raise ConfigError(
+                f"{inside} is a process of drumline and cannot start an engine or executor of its own. Most likely the "
+                "module of your worker or extension class starts one while it is imported: put that part under "
+                "if __name__ == '__main__', or the class into a module of its own"
+            )
         if not sys.executable:
             raise DrumlineError("sys.executable is empty: this interpreter cannot be started again (embedded Python?)")
         log = log or LogConfig.create()
