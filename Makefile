@@ -75,7 +75,12 @@ check: dev
 	$(BIN)/lint-imports
 
 bench: dev
-	@echo 'see bench/README.md; each script there prints ratios'
+	$(BIN)/python bench/all_reduce.py
+ifdef VLLM
+	$(BIN)/python bench/serve_vs_vllm.py "$$($(BIN)/python -m drumline.model.default_model | tail -n 1)" --vllm '$(VLLM)' --tp 1 3
+else
+	@echo 'VLLM=/path/to/bin/vllm compares the server with vLLM too (bench/README.md)'
+endif
 
 wheel: dev
 	$(PIP_ENV) $(BIN)/python -m pip wheel --no-deps -w dist .

@@ -111,15 +111,15 @@ def start_worker(
 
 def _log_place(context: WorkerContext, device: str) -> None:
     """Once for each worker: where it is, how it meets the others, and on what."""
+    method = context.distributed_init_method
+    platform = resolve_platform(context.config.platform)
     log.info(
         "world_size=%d rank=%d local_rank=%d distributed_init_method=%s backend=%s device=%s",
         context.config.parallel.world_size,
         context.rank,
         context.local_rank,
-        context.distributed_init_method,
-        collective_backend(
-            resolve_platform(context.config.platform).collective_backend, context.distributed_init_method
-        ),
+        method or "none",
+        collective_backend(platform.collective_backend, method) if method else "none",
         device,
     )
 
