@@ -21,6 +21,8 @@ BACKENDS = ("uni", "mp", "ray", "external_launcher")
 """Names of the executor backends; a dotted name or an Executor subclass stands for any other."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"float": "float32", "half": "float16"}
+"""Other names of these, as torch and vLLM have them."""
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -297,6 +299,8 @@ class ModelConfig:
                 option("trust_remote_code"),
             )
             object.__setattr__(self, "trust_remote_code", False)
+        dtype = str(self.dtype).removeprefix("torch.")  # torch's own are known by name: torch is not imported here
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
         _one_of(self, "dtype", DTYPES)
         _one_of(self, "load_format", LOAD_FORMATS)
         if self.max_model_len is not None:

@@ -30,11 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import msgspec
 
 from drumline.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, ProcessConfig, SchedulerConfig
+from drumline.engine.checks import check_machine, check_model
 from drumline.engine.client import SyncEngineClient
 from drumline.engine.protocol import EngineStats, ProcessState
-from drumline.errors import ConfigError, RequestError
+from drumline.errors import ConfigError, FailedError, RequestError
 from drumline.model.resolve import resolve
 from drumline.plan.sampling import SamplingParams
 from drumline.platforms import device_table
@@ -116,7 +118,7 @@ class LLM:
             ``enable_prefix_caching``, ``distributed_executor_backend``, ``log_level``. None means the default.
 
     Raises:
-        TypeError: an option does not exist; the message names the nearest.
+        TypeError: an option does not exist (the message names the nearest), or an executor class is none.
         ConfigError: what was asked for cannot work; nothing was started.
         StartupError: a process did not start; all that did have been ended.
 
@@ -146,9 +148,10 @@ class LLM:
             chat_template=None if chat_template is None else os.fspath(chat_template),
             **options,
         )
-        config = config.checked(device_table(config.platform))
+        config = check_machine(config, device_table(config.platform))
         self.config = config = dataclasses.replace(config, model=resolve(config.model))
         """The whole configuration, the model's local folder included."""
+        check_model(config)
         self._lock = threading.Lock()
         self._request_ids = itertools.count()
         load = _tokenizer_loader(config.model)
@@ -348,8 +351,20 @@ class LLM:
         return True
 
     def stats(self) -> EngineStats:
-        """State of the scheduler after its last step: running and waiting requests, KV blocks, prefix hits ..."""
-        return self._client.stats()
+        """State of the scheduler: running and waiting requests, KV blocks, prefix hits ...
+
+        While another thread generates, or once the engine has ended, as it was last told.
+        """
+        # Only one thread at a time may take in what the engine says.
+        if not self._finalizer.alive or self._client.failure is not None or not self._lock.acquire(blocking=False):
+            return self._client.stats()
+        try:
+            self._check_usable()
+            return msgspec.convert(self._client.call("stats"), EngineStats)
+        except FailedError:
+            return self._client.stats()
+        finally:
+            self._lock.release()
 
     def processes(self) -> list[ProcessState]:
         """All processes of this LLM, the program's own first."""
@@ -430,11 +445,9 @@ def make_config(**options: Any) -> EngineConfig:
 
 
 def _adapted(name: str, value: Any) -> Any:
-    """``value`` in the form that the configuration has: names as tuples, torch's dtypes as their names."""
+    """``value`` in the form that the configuration has: names as tuples, paths as texts."""
     if name in ("served_model_name", "preload"):
         return (value,) if isinstance(value, str) else tuple(value)
-    if name == "dtype" and not isinstance(value, str):
-        return str(value).removeprefix("torch.")
     return str(value) if isinstance(value, Path) else value
 
 

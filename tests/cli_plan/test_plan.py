@@ -124,12 +124,28 @@ def test_queue_sizes_are_those_of_the_segment() -> None:
     assert "queues: none" in plan_text(EngineConfig(), devices=CPU)
 
 
-@pytest.mark.parametrize("backend", ["ray", "external_launcher", "my.module.Executor"])
+@pytest.mark.parametrize("backend", ["ray", "external_launcher", "tests.executor.test_select.Recording"])
 def test_other_backends_have_queues_of_their_own(backend: str) -> None:
     parallel = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend=backend)
     text = plan_text(EngineConfig(parallel=parallel), devices=gpus(1))
     assert f"queues: none of drumline's own between engine core and workers with backend {backend}" in text
     assert "refuse" not in text
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("foo", "must be one of uni, mp"),
+        ("my.module.Executor", "No module named 'my'"),
+        ("json.JSONDecoder", "must be a subclass of Executor"),
+        ("uni", "uni runs one worker, but the world size is 2"),
+    ],
+)
+def test_a_backend_that_serve_would_refuse(backend: str, words: str) -> None:
+    parallel = ParallelConfig(tensor_parallel_size=2, distributed_executor_backend=backend)
+    text = plan_text(EngineConfig(parallel=parallel), devices=CPU)
+    assert "serve would refuse this here: " in text
+    assert words in text
 
 
 def test_shares_of_a_model_folder(tmp_path: Path) -> None:
@@ -154,3 +170,10 @@ def test_shares_of_a_model_folder(tmp_path: Path) -> None:
     assert "2..2 (1)" in text
     refused = config.with_(parallel=ParallelConfig(tensor_parallel_size=10))
     assert "serve would refuse this model: --tensor-parallel-size 10" in plan_text(refused, devices=CPU)
+    long = config.with_(model=ModelConfig(model=str(tmp_path), max_model_len=8193, load_format="dummy"))
+    assert "serve would refuse this model: --max-model-len 8193 must be between 1 and" in plan_text(long, devices=CPU)
+    assert "has no weights" in text
+    dummy = config.with_(model=ModelConfig(model=str(tmp_path), load_format="dummy"))
+    assert "refuse" not in plan_text(dummy, devices=CPU)
+    (tmp_path / "config.json").write_text("{}")
+    assert "serve would refuse this model: " in plan_text(dummy, devices=CPU)

@@ -211,3 +211,22 @@ def test_a_configuration_is_refused_or_consistent(
     assert parallel.local_world_size * parallel.nnodes_within_dp == parallel.world_size
     assert 0 <= parallel.node_rank_within_dp < parallel.nnodes_within_dp <= nodes
     assert 0 <= parallel.data_parallel_rank_local < (local or dp)
+
+
+def test_dtypes_by_other_names() -> None:
+    class Dtype:
+        """As torch's: known by what it prints."""
+
+        def __repr__(self) -> str:
+            return "torch.bfloat16"
+
+    for given, dtype in (
+        ("half", "float16"),
+        ("float", "float32"),
+        ("torch.float16", "float16"),
+        (Dtype(), "bfloat16"),
+    ):
+        assert ModelConfig(dtype=given).dtype == dtype  # type: ignore[arg-type]
+    for wrong in ("double", None, ["half"]):
+        with pytest.raises(ConfigError, match="must be one of auto, float32"):
+            ModelConfig(dtype=wrong)  # type: ignore[arg-type]

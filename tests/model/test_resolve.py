@@ -62,6 +62,39 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     assert resolve(ModelConfig(model=str(tmp_path), load_format="dummy")).path == str(tmp_path)
 
 
+def test_weights_that_are_not_whole_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    folder, _ = tiny("llama")
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (weights,) = tmp_path.glob("*.safetensors")
+    data = weights.read_bytes()
+
+    def refused(words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            resolve(ModelConfig(model=str(tmp_path)), quiet)
+
+    header = 8 + int.from_bytes(data[:8], "little")
+    for length, words in (
+        (len(data) - 1, "by its header"),
+        (header - 1, "truncated"),
+        (4, "as safetensors"),
+        (0, "as safetensors"),
+    ):
+        weights.write_bytes(data[:length])
+        refused(words)
+    weights.write_bytes(b"\xff" * 64)
+    refused("it is truncated, or no such file")
+    weights.write_bytes((2).to_bytes(8, "little") + b"[]")
+    refused("cannot be read as safetensors")
+    weights.write_bytes(data)
+    assert resolve(ModelConfig(model=str(tmp_path)), quiet).path == str(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": weights.name, "b": "model-2.safetensors"}}))
+    refused(r"lacks model-2\.safetensors, which its index names")
+    index.write_text("{}")
+    refused("cannot be read as an index")
+
+
 def test_offline_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))

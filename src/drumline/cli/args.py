@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from drumline.config import (
+    DTYPE_ALIASES,
     DTYPES,
     LOAD_FORMATS,
     LOG_LEVELS,
@@ -78,12 +79,14 @@ def _flag(names: str, field: str, help: str, parse: Callable[[str], Any] | None 
     return Flag(names=tuple(names.split()), section=section, field=name, help=help, parse=parse, **more)
 
 
+_DTYPES = (*DTYPES, *DTYPE_ALIASES)
+
 GROUPS: dict[str, list[Flag]] = {
     "model": [
         _flag("--model", "model.model", "the same as MODEL", metavar="MODEL"),
         _flag("--tokenizer", "model.tokenizer", "folder or hub name, if it is not the model's", metavar="NAME"),
         _flag("--revision", "model.revision", "branch, tag or commit of a hub model", metavar="REV"),
-        _flag("--dtype", "model.dtype", "auto is float32 on cpu, else the checkpoint's", choices=DTYPES),
+        _flag("--dtype", "model.dtype", "auto is float32 on cpu, else the checkpoint's", choices=_DTYPES),
         _flag("--max-model-len", "model.max_model_len", "longest prompt plus output, in tokens", count, metavar="N"),
         _flag("--load-format", "model.load_format", "dummy: random weights from the config", choices=LOAD_FORMATS),
         _flag("--chat-template", "model.chat_template", "file or text, replaces the model's", metavar="T"),

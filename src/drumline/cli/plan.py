@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from drumline.cli.args import Parser, add_flags, configs, parse
 from drumline.config import DeviceTable, EngineConfig, ParallelConfig, ServerConfig, choose_backend
+from drumline.engine.checks import check_machine, check_model
 from drumline.errors import ConfigError, ExitCode
+from drumline.model.resolve import check_weights
 from drumline.model.spec import ModelSpec, read_spec
 from drumline.parallel.layout import (
     GroupKind,
@@ -60,11 +62,11 @@ def plan_text(config: EngineConfig, server: ServerConfig | None = None, devices:
     server = server or ServerConfig()
     devices = devices or device_table(config.platform)
     parallel = config.parallel
+    refused = _refused(config, devices)
     try:
-        backend = choose_backend(config.checked(devices).parallel, devices)
-        refused = ""
-    except ConfigError as error:
-        backend, refused = "mp", str(error)
+        backend = choose_backend(parallel, devices)
+    except ConfigError:
+        backend = "mp"
     blocks = [
         _head(parallel, backend, devices),
         _processes(parallel, server, backend),
@@ -75,6 +77,17 @@ def plan_text(config: EngineConfig, server: ServerConfig | None = None, devices:
         f"serve would refuse this here: {refused}" if refused else "",
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _refused(config: EngineConfig, devices: DeviceTable) -> str:
+    """Why ``serve`` would not begin on this machine; empty: it would. What is not built yet is planned all the same."""
+    if config.parallel.distributed_executor_backend in ("ray", "external_launcher"):
+        return ""
+    try:
+        check_machine(config, devices)
+    except (ConfigError, TypeError) as error:
+        return str(error)
+    return ""
 
 
 def process_table(parallel: ParallelConfig, server: ServerConfig, backend: object) -> list[Row]:
@@ -232,11 +245,18 @@ def _shares(config: EngineConfig, parallel: ParallelConfig) -> str:
     folder = config.model.path or config.model.model
     if not folder or not Path(folder).is_dir():
         return ""
-    spec = read_spec(folder)
+    refusal = "serve would refuse this model: "
     try:
-        return _share_table(spec, parallel)
+        shares = _share_table(read_spec(folder), parallel)
     except ConfigError as error:
-        return f"serve would refuse this model: {error}"
+        return f"{refusal}{error}"
+    try:
+        check_model(replace(config, model=replace(config.model, path=folder)))
+        if config.model.load_format != "dummy":
+            check_weights(Path(folder))
+    except ConfigError as error:
+        return f"{shares}\n\n{refusal}{error}"
+    return shares
 
 
 def _share_table(spec: ModelSpec, parallel: ParallelConfig) -> str:

@@ -14,6 +14,8 @@ Everything that cannot work raises ConfigError before any worker process is star
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -30,6 +32,9 @@ from drumline.model.spec import read_spec
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _WEIGHT_FILES = ["*.safetensors"]
+INDEX = "model.safetensors.index.json"
+_LONGEST_HEADER = 100_000_000
+"""Longest header of a safetensors file in bytes, as its readers have it."""
 CONNECT_S = 10.0
 """How long the hub may take to answer the first question."""
 _IGNORED = ["*/*", "consolidated*"]
@@ -52,17 +57,53 @@ def resolve(config: ModelConfig, progress: Progress | None = None) -> ModelConfi
         path = _folder(config.model, config.revision, weights=weights, option="the model")
     read_spec(path)
     if weights:
-        _check_weights(path)
+        check_weights(path)
     tokenizer = config.tokenizer and str(_folder(config.tokenizer, None, weights=False, option="--tokenizer"))
     return replace(config, path=str(path), tokenizer=tokenizer)
 
 
-def _check_weights(folder: Path) -> None:
-    if any(folder.glob("*.safetensors")):
+def check_weights(folder: Path) -> None:
+    """ConfigError if weights are missing or incomplete, by file sizes and headers: no tensor is read."""
+    index = folder / INDEX
+    if index.exists():
+        files = _indexed(index)
+        if missing := [name for name in files if not (folder / name).exists()]:
+            raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its index names: was it fetched completely?")
+    else:
+        files = sorted(path.name for path in folder.glob("*.safetensors"))
+    for name in files:
+        _check_file(folder / name)
+    if files:
         return
     others = sorted({path.name for suffix in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in folder.glob(suffix)})
     hint = f"; {', '.join(others[:3])} cannot be read, convert the model to safetensors" if others else ""
     raise ConfigError(f"{folder} has no weights (*.safetensors){hint}. --load-format dummy needs none")
+
+
+def _indexed(index: Path) -> list[str]:
+    """Names of the files that an index lists."""
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} cannot be read as an index of safetensors: {error!r}") from error
+
+
+def _check_file(path: Path) -> None:
+    """ConfigError if a safetensors file is not as long as its header says."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            # A file that is cut within its header has a length that points beyond its end.
+            header = json.loads(file.read(length)) if 8 + length <= size and length <= _LONGEST_HEADER else None
+        if header is None:
+            raise ValueError("it is truncated, or no such file")
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        whole = 8 + length + max(ends, default=0)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
+    if whole != size:
+        raise ConfigError(f"{path} has {size} bytes, but {whole} by its header: was it fetched completely?")
 
 
 def _folder(name: str, revision: str | None, *, weights: bool, option: str) -> Path:

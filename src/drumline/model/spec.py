@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drumline.config import DTYPE_ALIASES
 from drumline.errors import ConfigError, UnsupportedModelError
 from drumline.parallel.shards import HeadShard, attention_shards
 from drumline.plan.kv import KVSpec
@@ -134,7 +135,7 @@ def resolve_dtype(asked: str, spec: ModelSpec, device_type: str) -> str:
     """The compute type: ``auto`` is float32 on cpu (half types are slower there), else the checkpoint's."""
     if asked == "auto":
         return "float32" if device_type == "cpu" else spec.dtype
-    dtype = {"float": "float32", "half": "float16"}.get(asked, asked)
+    dtype = DTYPE_ALIASES.get(asked, asked)
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"--dtype {asked} is unknown; use auto, {', '.join(DTYPE_BYTES)}")
     return dtype

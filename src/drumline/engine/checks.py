@@ -1,0 +1,101 @@
+"""What a configuration can be refused for before any process exists. ``LLM``, ``serve`` and ``plan`` ask here.
+
+Nothing here needs torch, and no code of the user's is imported except an executor class, which this process needs as a
+class in any case. Worker classes are only looked for: they are imported in the workers, once each.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from typing import Any
+
+from drumline.config import DeviceTable, EngineConfig, choose_backend
+from drumline.errors import ConfigError
+from drumline.executor.base import Executor
+from drumline.model.spec import read_spec, resolve_max_model_len
+from drumline.parallel.shards import width_shards
+
+LARGEST_MP = 255
+"""Most workers of one machine."""
+
+
+def check_machine(config: EngineConfig, devices: DeviceTable) -> EngineConfig:
+    """The configuration for the platform of ``devices``, before the model is known.
+
+    ConfigError for too few devices, an unknown backend, a backend that cannot have this world size, and worker classes
+    in modules that do not exist. TypeError for an executor backend that is no Executor.
+    """
+    config = config.checked(devices)
+    Executor.get_class(config, devices)
+    backend, world = choose_backend(config.parallel, devices), config.parallel.world_size
+    if backend == "uni" and world != 1:
+        raise ConfigError(f"--distributed-executor-backend uni runs one worker, but the world size is {world}: use mp")
+    if backend == "mp" and world > LARGEST_MP:
+        raise ConfigError(f"mp runs at most {LARGEST_MP} workers on one machine, the world size is {world}")
+    if config.process.worker_cls != "auto":
+        _check_class_name(config.process.worker_cls, "--worker-cls")
+    if config.process.worker_extension_cls:
+        _check_class_name(config.process.worker_extension_cls, "--worker-extension-cls")
+    return config
+
+
+def check_model(config: EngineConfig) -> None:
+    """Whether the resolved model (``config.model.path``) can be split and served as asked. ConfigError if not.
+
+    A worker class of the user's own decides that itself.
+    """
+    if config.process.worker_cls != "auto":
+        return
+    spec, size = read_spec(config.model.path), config.parallel.tensor_parallel_size
+    spec.heads(size)
+    width_shards(spec.intermediate_size, size)
+    resolve_max_model_len(config.model.max_model_len, spec)
+
+
+def _check_class_name(name: str, option: str) -> None:
+    """ConfigError if the module of a dotted name does not exist, or is loaded here and lacks the class."""
+    module, colon, path = name.partition(":")
+    if not colon:
+        module, _, path = name.rpartition(".")
+    if not module or not path:
+        raise ConfigError(f"{option} {name}: is no dotted name such as package.module:Class")
+    loaded = sys.modules.get(module)
+    if loaded is None:
+        if missing := _missing_module(module):
+            raise ConfigError(f"{option} {name}: there is no module {missing!r}")
+        return
+    # A module that is still being executed (the program itself, mostly) may get the class later.
+    if module != "__main__" and not getattr(loaded.__spec__, "_initializing", False):
+        _check_attributes(loaded, path, f"{option} {name}")
+
+
+def _check_attributes(found: Any, path: str, what: str) -> None:
+    for part in path.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise ConfigError(f"{what}: {error}") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"{what}: must be a class. Got {found!r}")
+
+
+def _missing_module(name: str) -> str:
+    """The first part of a module's name that does not exist; empty: all do. Imports nothing, not even packages."""
+    top, *rest = name.split(".")
+    try:
+        spec = find_spec(top)
+    except (ImportError, ValueError):  # ValueError: loaded without a spec, as __main__ is
+        return "" if top in sys.modules else top
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            break
+        if spec.loader is not None and not hasattr(spec.loader, "path"):
+            return ""  # made by an importer of its own, which knows its submodules when it is imported
+        top += f".{part}"
+        # By its last name alone: for the whole name of a namespace package its parent would have to be imported.
+        spec = PathFinder.find_spec(part, spec.submodule_search_locations)
+    else:
+        return "" if spec is not None else top
+    return top if spec is None else name

@@ -1,0 +1,105 @@
+"""What is refused before any process exists."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.config import DeviceTable, EngineConfig, ModelConfig, ParallelConfig, ProcessConfig
+from drumline.engine.checks import check_machine, check_model
+from drumline.errors import ConfigError
+
+CPU = DeviceTable(platform="cpu", accelerator=False)
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 6,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "vocab_size": 99,
+    "max_position_embeddings": 512,
+}
+
+
+def asked(process: dict[str, Any] | None = None, **parallel: Any) -> EngineConfig:
+    return EngineConfig(parallel=ParallelConfig(**parallel), process=ProcessConfig(**(process or {})))
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "words"),
+    [
+        ("foo", ConfigError, "must be one of uni, mp"),
+        ("nope.Executor", ConfigError, "No module named 'nope'"),
+        ("json.JSONDecoder", TypeError, "must be a subclass of Executor"),
+        (3, TypeError, "must be a subclass of Executor"),
+        ("ray", ConfigError, "not built yet"),
+        ("uni", ConfigError, "uni runs one worker, but the world size is 2"),
+    ],
+)
+def test_backends(backend: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        check_machine(asked(distributed_executor_backend=backend, tensor_parallel_size=2), CPU)
+
+
+def test_too_many_workers() -> None:
+    with pytest.raises(ConfigError, match="at most 255 workers"):
+        check_machine(asked(tensor_parallel_size=256), CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nope:No", "there is no module 'nope'"),
+        ("nope.deeper:No", "there is no module 'nope'"),
+        ("mailbox.deeper:No", "there is no module 'mailbox.deeper'"),
+        ("email.nope.No", "there is no module 'email.nope'"),
+        ("NoModule", "no dotted name"),
+        ("json:", "no dotted name"),
+        ("json:No", "has no attribute 'No'"),
+        ("json.loads", "must be a class"),
+    ],
+)
+@pytest.mark.parametrize("option", ["worker_cls", "worker_extension_cls"])
+def test_worker_classes(option: str, name: str, words: str) -> None:
+    flag = "--" + option.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"{flag} .*{words}"):
+        check_machine(asked({option: name}), CPU)
+
+
+def test_worker_classes_are_looked_for_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "users_package" / "inner"
+    package.mkdir(parents=True)
+    for path in (package.parent / "__init__.py", package / "workers.py"):  # inner is a namespace package
+        path.write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("users_package.inner.workers:Own", "users_package.Own", "__main__:Own"):
+        check_machine(asked({"worker_cls": name}), CPU)
+    assert "users_package" not in sys.modules
+    with pytest.raises(ConfigError, match=r"there is no module 'users_package\.inner\.nope'"):
+        check_machine(asked({"worker_cls": "users_package.inner.nope:Own"}), CPU)
+
+
+def test_what_fits_passes() -> None:
+    process = {"worker_extension_cls": "tests.llm.extension:Extension"}
+    assert check_machine(asked(process, tensor_parallel_size=2), CPU).platform == "cpu"
+
+
+def test_models(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+
+    def check(worker_cls: str = "auto", max_model_len: int | None = None, **parallel: Any) -> None:
+        model = ModelConfig(path=str(tmp_path), max_model_len=max_model_len)
+        check_model(asked({"worker_cls": worker_cls}, **parallel).with_(model=model))
+
+    check(tensor_parallel_size=6, max_model_len=512)
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 9 is more than the model's 8 query heads"):
+        check(tensor_parallel_size=9)
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 7 is more than the model's width of 6"):
+        check(tensor_parallel_size=7)
+    with pytest.raises(ConfigError, match="--max-model-len 100000 must be between 1 and the model's 512"):
+        check(max_model_len=100000)
+    check("own:Worker", max_model_len=100000, tensor_parallel_size=9)
