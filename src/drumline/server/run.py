@@ -34,6 +34,7 @@ import psutil
 import uvloop
 
 from drumline.config import EngineConfig, ServerConfig
+from drumline.engine.checks import check_machine, check_model
 from drumline.engine.protocol import AsyncEngine, EngineInfo
 from drumline.errors import ConfigError, DrumlineError, ExitCode, FailedError, FailureReport
 from drumline.platforms import device_table
@@ -57,7 +58,10 @@ LADDER_SLACK_S = 3.0
 
 def serve(config: EngineConfig, server: ServerConfig) -> int:
     """Serve until a signal or a failure; the exit code. ConfigError if it cannot even begin."""
-    config = config.checked(device_table(config.platform))
+    try:
+        config = check_machine(config, device_table(config.platform))
+    except TypeError as error:
+        raise ConfigError(str(error)) from error
     signals = EarlySignals()
     sockets = bind(server.host, server.port)
     try:
@@ -192,6 +196,7 @@ class Command:
 
         self.service.set_phase("resolving the model")
         config = await resolve(self._config, self.service.set_phase)
+        check_model(config)
         self.service.set_phase("starting the engine")
         # Late, so that the first answers of /startupz do not wait for ZMQ.
         from drumline.engine.client import AsyncEngineClient
