@@ -193,7 +193,7 @@ async def _generate(
         model=model,
         fingerprint=service.fingerprint,
         num_top=prepared.num_top,
-        spelling=Spelling(text.token_bytes, bool(body.return_tokens_as_token_ids)),
+        spelling=Spelling(text.token_bytes, as_ids=bool(body.return_tokens_as_token_ids) or text.tokenizer is None),
         prompts=[one.prompt_token_ids for one in prepared.requests],
         n=len(prepared.requests[0].children),
         echo=prepared.echo,

@@ -48,7 +48,7 @@ async def read_json(request: Request, type: type[T]) -> tuple[T, int]:
     try:
         return msgspec.json.decode(body, type=type), len(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
-        raise decode_error(e) from None
+        raise decode_error(e, body) from None
 
 
 async def _read_body(request: Request) -> bytes:
