@@ -166,6 +166,7 @@ async def served(
     http = HttpServer(create_app(service))
     sockets = bind("127.0.0.1", 0)
     serving = asyncio.create_task(http.run_on(sockets))
+    service.local = "127.0.0.1"
     try:
         if ready:
             make_ready(service, engine, folder)

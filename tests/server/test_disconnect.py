@@ -25,7 +25,8 @@ async def connect(server: Served) -> socket.socket:
 async def request(server: Served, path: str, body: dict[str, Any]) -> socket.socket:
     sock = await connect(server)
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    kind = "content-type: application/json"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{kind}\r\ncontent-length: {len(data)}\r\n\r\n"
     await asyncio.get_running_loop().sock_sendall(sock, head.encode() + data)
     return sock
 
@@ -77,7 +78,8 @@ async def test_waiting(server: Served, stream: bool) -> None:
 
 async def test_before_the_body_is_whole(server: Served) -> None:
     sock = await connect(server)
-    sock.send(f"POST {COMPLETION} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode())
+    head = f"POST {COMPLETION} HTTP/1.1\r\nhost: localhost\r\ncontent-type: a/b+json\r\ncontent-length: 100\r\n\r\n"
+    sock.send(head.encode() + b"{")
     await asyncio.sleep(0.05)
     (task,) = server.http.server_state.tasks
     leave(sock, "reset")

@@ -226,7 +226,8 @@ async def test_who_would_like_another_protocol_is_answered_in_this_one(server: S
 
     body = completion(prompt="fox")
     head = (
-        f"POST {COMPLETION} HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHost: x\r\nHTTP2-Settings: AAEAAEAA\r\n"
+        f"POST {COMPLETION} HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHost: localhost\r\n"
+        "HTTP2-Settings: AAEAAEAA\r\n"
         f"Upgrade: {upgrade}\r\nContent-Length: {len(body)}\r\nContent-Type: application/json\r\n\r\n"
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

@@ -19,7 +19,7 @@ from drumline.plan.sampling import SamplingParams
 from drumline.server.errors import ApiError, bad_request
 from drumline.server.http import whole_number
 from drumline.server.schema import REFUSED, ChatRequest, CompletionRequest, SamplingFields
-from drumline.text.requests import MAX_LOGPROBS, PreparedRequest, RequestBuilder
+from drumline.text.requests import MAX_LOGPROBS, TOO_LONG, PreparedRequest, RequestBuilder
 from drumline.text.tokenizer import Tokenizer, read_eos_token_ids, read_sampling_defaults
 
 T = TypeVar("T")
@@ -107,6 +107,14 @@ class TextRoom:
                 raise bad_request(f"chat_template_kwargs cannot have {name}.", "chat_template_kwargs")
         if body.reasoning_effort is not None:
             extra = {"reasoning_effort": body.reasoning_effort, **extra}
+        if len(body.messages) >= self._builder.max_model_len:
+            # A token each is the least they take: rendering and counting them would only cost time.
+            raise bad_request(
+                f"{len(body.messages)} messages do not fit into the {self._builder.max_model_len} tokens that this "
+                "model takes.",
+                "messages",
+                TOO_LONG,
+            )
         go_on = bool(body.continue_final_message)
         try:
             text = self.tokenizer.render_chat(

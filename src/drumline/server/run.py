@@ -124,6 +124,8 @@ class Command:
         self._early = signals
         names = config.model.served_model_name or (config.model.model or default_name(),)
         self.service = Service(names, root=config.model.model or names[0], api_keys=server.api_key)
+        if all(is_loopback(sock.getsockname()[0]) for sock in sockets):
+            self.service.local = server.host
         self._engine: AsyncEngine | None = None
 
     async def run(self) -> int:
@@ -132,7 +134,7 @@ class Command:
         http = HttpServer(create_app(self.service))
         serving = asyncio.create_task(http.run_on(self._sockets))
         console.say(f"drumline listens on {url(self._sockets[0])} (not ready yet; /startupz tells the phase)")
-        if not self._server.api_key and not all(is_loopback(sock.getsockname()[0]) for sock in self._sockets):
+        if not self._server.api_key and self.service.local is None:
             console.say("Everybody who reaches this port may use the model: there is no --api-key.")
         try:
             outcome = await self._until_the_end()

@@ -32,6 +32,8 @@ class Service:
         self.api_keys = tuple(api_keys)
         self.engine: AsyncEngine | None = None
         self.text: TextRoom | None = None
+        self.local: str | None = None
+        """Set if only this machine can reach the server: the host that it was bound to."""
         self.created = int(time.time())
         self.fingerprint: str | None = None
         """``system_fingerprint`` of answers: with the same one, the same seed gives the same tokens."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,6 +83,18 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
         return address == "localhost"
+
+
+_HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^:\[\]]+))(?::[0-9]*)?", re.IGNORECASE)
+
+
+def names_this_machine(host: str, bound: str) -> bool:
+    """True if a ``Host`` header names this machine from within: localhost, a loopback address, or ``bound``."""
+    match = _HOST.fullmatch(host.strip())
+    if match is None:
+        return False
+    name = (match[1] or match[2]).lower()
+    return is_loopback(name) or name == bound.lower()
 
 
 def join(host: str, port: int) -> str:
