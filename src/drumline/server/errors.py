@@ -6,6 +6,7 @@ that, since tracebacks are for the log.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -91,7 +92,13 @@ def as_api_error(error: BaseException) -> ApiError | None:
     return None
 
 
-def decode_error(error: Exception) -> ApiError:
+_ESCAPES = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
+"""An escape in JSON; with a group if it is half of a surrogate pair."""
+
+
+def decode_error(error: Exception, body: bytes = b"") -> ApiError:
     """400 for a body that msgspec could not take."""
     if isinstance(error, msgspec.ValidationError):
         message, param = str(error), None
@@ -104,6 +111,10 @@ def decode_error(error: Exception) -> ApiError:
         return bad_request(where + message, param)
     if isinstance(error, RecursionError):
         return bad_request("The body is not acceptable JSON: it is nested too deeply.", code="invalid_json")
+    # msgspec calls such a text truncated or malformed.
+    if half := next((match[1] for match in _ESCAPES.finditer(body) if match[1]), None):
+        reason = f"\\{half.decode()} is half of a surrogate pair, which stands for no character"
+        return bad_request(f"The body is not acceptable JSON: {reason}.", code="invalid_json")
     return bad_request(f"The body is not valid JSON: {error}", code="invalid_json")
 
 
