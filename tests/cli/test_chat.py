@@ -56,6 +56,11 @@ async def test_one_message(run: Run, server: Served, folder: Path, capsys: pytes
     assert server.engine.seen[0].sampling.max_tokens == 50
 
 
+async def test_the_server_may_stand_first(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await asyncio.to_thread(chat.main, [server.url, "--api-key", "k", "-m", "hello"]) == 0
+    assert capsys.readouterr().out == "The lazy dog 🎉\n"
+
+
 async def test_a_pipe(run: Run, server: Served, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert await run(stdin="say\nsomething\n") == 0
     assert capsys.readouterr().out == "The lazy dog 🎉\n"

@@ -220,13 +220,13 @@ def test_dtypes_by_other_names() -> None:
         def __repr__(self) -> str:
             return "torch.bfloat16"
 
-    for given, dtype in (
+    for name, dtype in (
         ("half", "float16"),
         ("float", "float32"),
         ("torch.float16", "float16"),
         (Dtype(), "bfloat16"),
     ):
-        assert ModelConfig(dtype=given).dtype == dtype  # type: ignore[arg-type]
+        assert ModelConfig(dtype=name).dtype == dtype  # type: ignore[arg-type]
     for wrong in ("double", None, ["half"]):
         with pytest.raises(ConfigError, match="must be one of auto, float32"):
             ModelConfig(dtype=wrong)  # type: ignore[arg-type]

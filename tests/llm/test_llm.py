@@ -249,6 +249,7 @@ def test_an_exception_in_between_aborts_the_requests(llm: LLM) -> None:
     short = SamplingParams(temperature=0, max_tokens=1)
     with pytest.raises(ZeroDivisionError):
         llm.generate([[5], [6]], [long, short], use_tqdm=Bar)
+    assert (llm.stats().num_running, llm.stats().num_waiting) == (0, 0)  # asked, not what was last told
     llm.generate([7], GREEDY, use_tqdm=False)
     assert llm.stats().num_running == 0
 
@@ -320,3 +321,26 @@ def test_what_cannot_work_starts_nothing(model_path: Path, tmp_path: Path) -> No
         LLM(tmp_path, load_format="dummy", **SMALL)
     with pytest.raises(ConfigError, match="line 1"):
         LLM(model_path, chat_template="{% if %}", **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"tensor_parallel_size": 7}, ValueError, "--tensor-parallel-size 7 is more than the model's 6 query heads"),
+        ({"max_model_len": 100000}, ValueError, "--max-model-len 100000 must be between 1 and the model's 512"),
+        ({"worker_cls": "nope:No"}, ValueError, "--worker-cls nope:No: there is no module 'nope'"),
+        ({"worker_extension_cls": "json:No"}, ValueError, "--worker-extension-cls json:No: "),
+        ({"distributed_executor_backend": "foo"}, ValueError, "must be one of uni, mp"),
+        ({"distributed_executor_backend": "json.JSONDecoder"}, TypeError, "must be a subclass of Executor"),
+        ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, ValueError, "uni runs one worker"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_process(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    def start(*_: Any, **__: Any) -> None:
+        raise AssertionError("processes were about to be started")
+
+    monkeypatch.setattr("drumline.llm.SyncEngineClient", start)
+    with pytest.raises(kind, match=words):
+        LLM(model_path, **options)

@@ -21,8 +21,9 @@ def test_continuing_needs_something_to_continue(byte_level: Tokenizer) -> None:
     chat_ = [{"role": "user", "content": "x"}]
     with pytest.raises(RequestError, match="exclude each other"):
         byte_level.render_chat(chat_, add_generation_prompt=True, continue_final_message=True)
+    calls = {"role": "assistant", "tool_calls": []}
     with pytest.raises(RequestError, match="has no content"):
-        byte_level.render_chat([{"role": "assistant"}], add_generation_prompt=False, continue_final_message=True)
+        byte_level.render_chat([calls], add_generation_prompt=False, continue_final_message=True)
     with pytest.raises(RequestError, match="drops or changes"):
         ChatTemplate("nothing").render(chat_, continue_final_message=True)
 
@@ -70,6 +71,10 @@ def test_objects_none_and_tool_arguments() -> None:
         ([{"role": "user", "content": 3}], r"messages\[0\].content must be"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "image_url.*text only"),
         ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\] has no text"),
+        ([{"role": "user", "content": None}], r"messages\[0\]\.content is missing or null"),
+        ([{"role": "user", "content": "x"}, {"role": "system"}], r"messages\[1\]\.content is missing or null"),
+        ([{"role": "assistant", "content": None}], r"messages\[0\]\.content is missing.*with tool_calls may"),
+        ([{"role": "wizard", "content": "x"}], r"messages\[0\]\.role is 'wizard'; it must be one of system, developer"),
     ],
 )
 def test_bad_messages_are_told(byte_level: Tokenizer, messages: Any, problem: str) -> None:

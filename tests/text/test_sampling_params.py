@@ -93,3 +93,13 @@ def test_travels() -> None:
     copy = params.clone()
     copy.n = 5
     assert params.n == 2
+
+
+def test_the_first_five_may_come_without_their_names() -> None:
+    params = SamplingParams(2, 0.0, 0.0, 1.0, 0.5)
+    assert (params.n, params.temperature, params.top_p) == (2, 0.5, 1.0)
+    with pytest.raises(RequestError, match="presence_penalty is not supported yet"):
+        SamplingParams(1, 0.5)
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(1, 0.0, 0.0, 1.0, 0.5, 0.9)  # type: ignore[call-arg,misc]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params

@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     """Run ``drumline chat``."""
     options = parse(_parser(), argv)
     try:
-        client = Client(options.url, options.api_key)
+        client = Client(options.server or options.url, options.api_key)
         model = options.model or client.models()[0]
         chat = Conversation(client, model, options.system, _sampling(options))
         if options.message is not None or not sys.stdin.isatty():
@@ -37,7 +37,8 @@ def _parser() -> Parser:
     parser = Parser(prog="drumline chat", description=f"Talk to a running server. {HELP}")
     url = os.environ.get("DRUMLINE_URL", "http://127.0.0.1:8000")
     key = os.environ.get("DRUMLINE_API_KEY", "")
-    parser.add_argument("--url", default=url, metavar="URL", help=f"the server ({url}; $DRUMLINE_URL)")
+    parser.add_argument("server", nargs="?", metavar="URL", help=f"the server ({url}; $DRUMLINE_URL)")
+    parser.add_argument("--url", default=url, metavar="URL", help="the same as URL")
     parser.add_argument("-m", "--message", metavar="TEXT", help="say this, print the answer, end (or pipe it in)")
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt")
     parser.add_argument("--model", default="", metavar="NAME", help="one of the server's models (the first)")

@@ -16,7 +16,19 @@ MAX_N = 16384
 """Most outputs of one prompt."""
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class _Positional(msgspec.Struct, omit_defaults=True):
+    """Those that may come without their names, in the order that vLLM's class has had in every version."""
+
+    n: int = 1
+    """Number of outputs of one prompt."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    """0: greedy. At most 2."""
+
+
+class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
     """How the tokens of one request are chosen and when they end.
 
     Raises :class:`RequestError` (a ValueError) that names the parameter if a value cannot work. Values are brought
@@ -24,10 +36,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ``top_k=-1`` is 0, and with temperature 0 ``top_p`` and ``top_k`` are off.
     """
 
-    n: int = 1
-    """Number of outputs of one prompt."""
-    temperature: float = 1.0
-    """0: greedy. At most 2."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose probabilities sum up to this; in (0, 1]."""
     top_k: int = 0
@@ -52,9 +60,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     # Known to vLLM's users, built by a later issue: refused when they differ from their defaults.
     min_p: float = 0.0
     min_tokens: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     bad_words: list[str] | None = None

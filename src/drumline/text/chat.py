@@ -41,7 +41,10 @@ MAX_ROUNDS = 1_000_000
 MAX_SECONDS = 5.0
 """Longest time that one rendering may take."""
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Who may speak. Templates write any other role into the prompt as it is, or drop the message without a word."""
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", *_REASONING_FIELDS)
 
 
 class TemplateLimitError(Exception):
@@ -455,10 +458,19 @@ def _normalize_message(index: int, given: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise RequestError(f"messages[{index}] must be an object with role and content.", param="messages")
     message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    if not isinstance(message.get("role"), str):
+    role = message.get("role")
+    if not isinstance(role, str):
         raise RequestError(f"messages[{index}] has no role.", param="messages")
+    if role not in ROLES:
+        raise RequestError(
+            f"messages[{index}].role is {role[:40]!r}; it must be one of {', '.join(ROLES)}.", param="messages"
+        )
     if "content" in message:
         message["content"] = _content_text(index, message["content"])
+    elif role != "assistant" or not any(key in message for key in _INSTEAD_OF_CONTENT):
+        # Templates would write "None", or nothing at all.
+        aside = " (only an assistant with tool_calls may leave it out)" if role == "assistant" else ""
+        raise RequestError(f"messages[{index}].content is missing or null: it must be a text{aside}.", param="messages")
     if isinstance(message.get("tool_calls"), list):
         message["tool_calls"] = [_parsed_arguments(call) for call in message["tool_calls"]]
     reasoning = next((message[key] for key in _REASONING_FIELDS if message.get(key) is not None), None)
