@@ -6,6 +6,10 @@ and what it adds (models, validation, schema) msgspec has, which the engine's pr
 
 Routes under ``/v1`` need the API key if there is one; health, metrics and pages do not, since orchestrators and
 browsers cannot send it.
+
+A server for this machine alone and without a key trusts who can reach it, and web pages can, through their visitor's
+browser: by a name of theirs that they let point to 127.0.0.1 (DNS rebinding), or by requests to other origins. Such
+requests carry a foreign ``Host`` or ``Origin`` and are refused. Programs send no ``Origin``, our page its own.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from drumline.server.openapi import openapi
 from drumline.server.prompts import Prepared, TextRoom, in_thread_if_large
 from drumline.server.schema import ChatRequest, CompletionRequest, Model, ModelList, SamplingFields
 from drumline.server.service import Service
+from drumline.server.sockets import names_this_machine
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +103,9 @@ class Outer:
         if scope["path"].startswith("/v1") and self._keys and not self._may_pass(scope):
             await _unauthorized().response()(scope, receive, counted)
             return
+        if self._service.local is not None and not self._keys and (error := _foreign(scope, self._service.local)):
+            await error.response()(scope, receive, counted)
+            return
         await self._app(scope, receive, counted)
 
     def _may_pass(self, scope: Scope) -> bool:
@@ -114,6 +122,23 @@ class Outer:
         if self._date[0] != now:
             self._date = (now, formatdate(now, usegmt=True).encode())
         return self._date[1]
+
+
+def _foreign(scope: Scope, bound: str) -> ApiError | None:
+    """403 for what another web page makes a browser of this machine send."""
+    headers = dict(scope["headers"])
+    host, origin = headers.get(b"host"), headers.get(b"origin")
+    # No browser leaves Host out.
+    if host is not None and not names_this_machine(host.decode("latin-1"), bound):
+        message = "This server is for this machine alone: address it as localhost, or set --api-key and --host."
+        return ApiError(403, message, type="permission_error", code="host_not_allowed")
+    if origin is None or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        return None
+    # Behind a proxy the scheme may be the other one; "null" is what a page in a sandbox has.
+    if host is not None and origin.lower() in (b"http://" + host.lower(), b"https://" + host.lower()):
+        return None
+    message = "Web pages from elsewhere may not use this server while it has no --api-key."
+    return ApiError(403, message, type="permission_error", code="origin_not_allowed")
 
 
 def _unauthorized() -> ApiError:

@@ -39,10 +39,14 @@ class ClientGoneError(Exception):
 
 async def read_json(request: Request, type: type[T]) -> tuple[T, int]:
     """The body as a ``type``, and its size in bytes; ApiError 4xx if it is none."""
-    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # A web page of anybody's may send any other type here, or none, without asking; JSON it may not.
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise ApiError(
-            415, f"Content-Type must be application/json, not {content_type!r}.", code="unsupported_media_type"
+            415,
+            "Content-Type must be application/json"
+            + (f", not {content_type!r}." if content_type else "; it is missing."),
+            code="unsupported_media_type",
         )
     body = await _read_body(request)
     try:

@@ -67,7 +67,7 @@ class Protocol(HttpToolsProtocol):
         """A client is there."""
         super().connection_made(transport)
         if len(self.connections) > max_connections():
-            self._refuse(unavailable("Too many connections.", retry_after=1))
+            self._refuse(unavailable("Too many connections.", retry_after=1), linger=False)
             return
         self._watch(HEAD_S)
 
@@ -182,7 +182,7 @@ class Protocol(HttpToolsProtocol):
         """What uvicorn would answer, in OpenAI's shape."""
         self._refuse(bad_request(msg, code="invalid_request"))
 
-    def _refuse(self, error: ApiError) -> None:
+    def _refuse(self, error: ApiError, *, linger: bool = True) -> None:
         """Answer, unless an answer has begun, and close; nothing that still comes is looked at."""
         self._refused = True
         self._unwatch()
@@ -201,6 +201,9 @@ class Protocol(HttpToolsProtocol):
         headers = {**error.headers, "content-type": "application/json", "content-length": str(len(body))}
         lines += [f"{name}: {value}" for name, value in {**headers, "connection": "close"}.items()]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        if not linger:
+            self.transport.close()
+            return
         # Closing now would reset the connection if the client is still sending, and it would not see the answer.
         self.transport.write_eof()
         self.flow.resume_reading()
