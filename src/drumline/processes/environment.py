@@ -38,12 +38,16 @@ def needs_fresh(base: Mapping[str, str], changes: Mapping[str, str | None]) -> l
 
 
 def root_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """This process's environment with ``changes`` (None removes), and a lasting place for torch's compile cache.
+    """This process's environment with ``changes`` (None removes), quiet waits, and a place for torch's compile cache.
+
+    OpenMP's threads sleep at their barriers instead of spinning, unless the user says otherwise: with 2 threads on 2
+    cores that others use too, a decode step's matrix products took 169 ms spinning and 41 ms sleeping.
 
     ``import torch._dynamo`` (transformers does it) makes a folder for that cache, by default below the temporary
     folder, and leaves it there.
     """
     env = {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if "TORCHINDUCTOR_CACHE_DIR" not in env:
         try:
             folder = Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache", "drumline", "torchinductor")
