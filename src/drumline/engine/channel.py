@@ -36,6 +36,7 @@ from drumline.engine.protocol import (
     UtilityCall,
     UtilityResult,
 )
+from drumline.processes.messages import encode
 from drumline.processes.reports import make_report
 from drumline.transport.sockets import connect, door_address
 
@@ -207,6 +208,8 @@ class CoreChannel:
     def _encode(self, message: Outgoing) -> bytes:
         try:
             return self._encoder.encode(message)
+        except UnicodeEncodeError:
+            return encode(message)  # lone surrogates in the text of an exception, or in what a worker's method gave
         except Exception as error:
             if not isinstance(message, UtilityResult):
                 raise

@@ -37,8 +37,11 @@ from drumline.engine.protocol import (
     UtilityResult,
 )
 from drumline.errors import EngineDeadError, FailureReport, RequestError, RPCTimeoutError
+from drumline.transport import deadline_after
 
 log = logging.getLogger(__name__)
+
+_LONGEST_POLL_S = 86_400.0  # poll takes milliseconds in 32 bits
 
 
 class _Client:
@@ -171,7 +174,7 @@ class SyncEngineClient(_Client):
 
     def _wait(self, enough: Callable[[], bool], timeout: float | None) -> bool:
         """Take in what comes until ``enough()``; False after ``timeout`` seconds."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_after(timeout)
         while True:
             with self._lock:
                 channel = self._ready_channel()
@@ -185,7 +188,7 @@ class SyncEngineClient(_Client):
             poller = select.poll()
             for fd in fds:
                 poller.register(fd, select.POLLIN)
-            poller.poll(None if left is None else left * 1000)  # a death writes to the eventfd
+            poller.poll(None if left is None else min(left, _LONGEST_POLL_S) * 1000)  # a death writes to the eventfd
             try:
                 os.eventfd_read(fds[1])
             except OSError:

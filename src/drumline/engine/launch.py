@@ -182,7 +182,8 @@ def preload_of(config: EngineConfig) -> tuple[str, ...]:
 def core_threads(config: EngineConfig) -> int:
     """Compute threads of the engine core if the worker lives in it (``uni``). Else 0: it computes nothing, and its
     environment must stay the user's, since the executor reads OMP_NUM_THREADS there for the workers."""
-    if not Executor.get_class(config).worker_in_process:
-        return 0
     platform = resolve_platform(config.platform)
+    if not Executor.get_class(config).worker_in_process:
+        platform.user_threads(os.environ)  # what it refuses is known before anything is started
+        return 0
     return platform.threads_per_worker(config.process.threads_per_worker, config.parallel.local_devices, os.environ)

@@ -223,7 +223,7 @@ class Executor(ABC):
             method: name of a worker method, or a function that gets the worker as its first argument.
             args: positional arguments, the same for every rank.
             kwargs: keyword arguments, the same for every rank.
-            timeout: seconds for the whole call, sending included.
+            timeout: seconds for the whole call, sending included; None or infinity: no limit.
             reply_rank: only this rank answers (all run the call, and a failure of any of them is raised).
             non_block: return a future (``result(timeout)``, ``exception(timeout)``, ``done()``) at once.
             rank_args: for each rank, positional arguments of its own, put behind ``args``.
@@ -235,6 +235,7 @@ class Executor(ABC):
         Raises:
             RemoteCallError: a rank raised, all ranks ended the call; the executor goes on.
             RPCTimeoutError: "RPC call to {method} timed out."; a late answer will be dropped.
+            ValueError: an argument of this method is not what it takes; nothing was sent.
             ExecutorFailedError: a worker is gone, or the ranks did not end the call within the grace; for good.
 
         """
@@ -337,11 +338,31 @@ class Executor(ABC):
         if self._stopping:
             raise self._ended()
 
-    def _check_ranks(self, reply_rank: int | None, rank_args: Sequence[Sequence[Any]] | None) -> None:
-        if reply_rank is not None and not 0 <= reply_rank < self.world_size:
+    def _check_call(
+        self,
+        reply_rank: int | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        rank_args: Sequence[Sequence[Any]] | None,
+    ) -> int | None:
+        """``reply_rank`` as an int; ValueError if anything is not what :meth:`collective_rpc` takes."""
+        if not isinstance(args, Sequence) or isinstance(args, str):
+            raise ValueError(f"args must be a tuple or list of positional arguments, not {args!r}")
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise ValueError(f"kwargs must be a mapping of keyword arguments, not {kwargs!r}")
+        if rank_args is not None:
+            if len(rank_args) != self.world_size:
+                size = self.world_size
+                raise ValueError(f"rank_args must have one entry for each of {size} ranks, not {len(rank_args)}")
+            if not all(isinstance(own, Sequence) and not isinstance(own, str) for own in rank_args):
+                raise ValueError("rank_args must have a tuple or list of positional arguments for each rank")
+        if reply_rank is None:
+            return None
+        if isinstance(reply_rank, bool) or not hasattr(reply_rank, "__index__"):
+            raise ValueError(f"reply_rank must be a rank (an int), not {reply_rank!r}")
+        if not 0 <= reply_rank < self.world_size:
             raise ValueError(f"reply_rank {reply_rank} is not in 0..{self.world_size - 1}")
-        if rank_args is not None and len(rank_args) != self.world_size:
-            raise ValueError(f"rank_args must have one entry for each of {self.world_size} ranks, not {len(rank_args)}")
+        return int(reply_rank)
 
     def _ended(self) -> ExecutorFailedError:
         """What calls raise after shutdown."""

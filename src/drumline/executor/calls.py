@@ -22,10 +22,12 @@ Rejected: ``concurrent.futures.Future`` (a condition variable each, and nobody w
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from drumline.errors import (
@@ -37,7 +39,12 @@ from drumline.errors import (
     RPCTimeoutError,
 )
 from drumline.processes.reports import fold
+from drumline.transport import deadline_after
 
+log = logging.getLogger(__name__)
+
+CLOSE_WAIT_S = 2.0
+"""How long :meth:`CallTable.close` waits for an aggregator that does not return."""
 REMEMBERED = 1024
 """How many calls that ended with an error are remembered, so that later news of them is recognised."""
 
@@ -55,8 +62,8 @@ class Sleeper(Protocol):
 class Aggregator(Protocol):
     """Folds the answers of all ranks onto the output rank's.
 
-    Called once for each call, in the order of the calls, with the call table's lock held: it must not block and must
-    not call the executor.
+    Called once for each call, in the order of the calls, with the call table's lock held: it must not block, and calls
+    of the executor from it raise RuntimeError.
     """
 
     def aggregate(self, outputs: Sequence[Any], output_rank: int) -> Any:
@@ -175,8 +182,9 @@ class Call:
 
     def _fold(self, answers: dict[int, Any]) -> Any:
         output_rank = self._table.output_rank
-        for aggregator in self._aggregators:
-            answers[output_rank] = aggregator.aggregate([answers[rank] for rank in self.ranks], output_rank)
+        with self._table.aggregating():
+            for aggregator in self._aggregators:
+                answers[output_rank] = aggregator.aggregate([answers[rank] for rank in self.ranks], output_rank)
         return answers[output_rank]
 
     def _fail(self, error: BaseException, report: FailureReport | None = None) -> None:
@@ -184,7 +192,8 @@ class Call:
         if report is not None:
             for aggregator in self._aggregators:
                 try:
-                    aggregator.failed(self._answers, report)
+                    with self._table.aggregating():
+                        aggregator.failed(self._answers, report)
                 except Exception as exc:  # noqa: BLE001  must not hide the failure itself
                     error.add_note(f"{type(aggregator).__name__}.failed raised {exc!r}")
         self._end()
@@ -222,6 +231,21 @@ class CallTable:
         self._late: list[FailureReport] = []
         self._closed: Callable[[], DrumlineError] | None = None
         self._completed = 0
+        self._aggregator_thread: int | None = None
+
+    @contextlib.contextmanager
+    def aggregating(self) -> Iterator[None]:
+        """While an aggregator runs. The lock is held."""
+        self._aggregator_thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._aggregator_thread = None
+
+    def refuse_aggregator(self) -> None:
+        """RuntimeError if an aggregator runs in this thread: it holds the lock and would wait for itself."""
+        if self._aggregator_thread == threading.get_ident():
+            raise RuntimeError("an aggregator must not call the executor whose answers it folds")
 
     # The caller's side.
 
@@ -265,6 +289,7 @@ class CallTable:
         """True if the call has ended, else None. Takes in what has arrived."""
         if call._done:
             return True
+        self.refuse_aggregator()
         with self.lock:
             before = self._completed
             self._drain()
@@ -284,7 +309,8 @@ class CallTable:
 
     def wait(self, call: Call, timeout: float | None) -> None:
         """Sleep until the call has ended. Plain TimeoutError after ``timeout`` seconds."""
-        give_up = None if timeout is None else time.monotonic() + timeout
+        give_up = deadline_after(timeout)
+        self.refuse_aggregator()
 
         def check() -> bool | None:
             return self.poll(call)
@@ -404,8 +430,16 @@ class CallTable:
             return (running[0].method if running else ""), [f for call in running for f in call._failures] + self._late
 
     def close(self, report: FailureReport | None, make_error: Callable[[], DrumlineError]) -> None:
-        """End every call with an error and refuse all later ones with it."""
-        with self.lock:
+        """End every call with an error and refuse all later ones with it.
+
+        Bounded: if an aggregator does not return (the lock is held), calls in flight are left to it.
+        """
+        self.refuse_aggregator()
+        if not self.lock.acquire(timeout=CLOSE_WAIT_S):
+            log.error("an aggregator does not return; calls in flight are left to it")
+            self._closed = self._closed or make_error
+            return
+        try:
             if self._closed is not None:
                 return
             self._closed = make_error
@@ -414,6 +448,8 @@ class CallTable:
                 if not call._done:
                     call._fail(make_error(), report)
             self._open.clear()
+        finally:
+            self.lock.release()
         self._waiter.ring()
 
     def _advance(self) -> None:

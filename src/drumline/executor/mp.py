@@ -32,7 +32,7 @@ from typing import Any
 from drumline.config import EngineConfig, ProcessConfig
 from drumline.errors import DrumlineError, FailureReport, RPCTimeoutError
 from drumline.executor.base import Executor, Method, WorkerState, method_name
-from drumline.executor.calls import Aggregator, Call, CallTable
+from drumline.executor.calls import CLOSE_WAIT_S, Aggregator, Call, CallTable
 from drumline.executor.grace import Grace
 from drumline.parallel.layout import global_rank, local_rank_of
 from drumline.parallel.rendezvous import create_rendezvous
@@ -47,7 +47,7 @@ from drumline.processes import (
     fold,
     starting_worker_name,
 )
-from drumline.transport import Part, QueueWriter, RingReader, RingWriter, SharedMemory, Waiter
+from drumline.transport import Part, QueueWriter, RingReader, RingWriter, SharedMemory, Waiter, deadline_after
 from drumline.worker.main import WorkerTask
 from drumline.worker.segment import SegmentLayout
 from drumline.worker.wire import (
@@ -171,8 +171,9 @@ class MultiprocExecutor(Executor):
     ) -> Any:
         """See :meth:`Executor.collective_rpc`."""
         self._raise_if_failed()
-        self._check_ranks(reply_rank, rank_args)
-        deadline = None if timeout is None else time.monotonic() + timeout
+        self._table.refuse_aggregator()
+        reply_rank = self._check_call(reply_rank, args, kwargs, rank_args)
+        deadline = deadline_after(timeout)
         message = self._encoder.encode(method, args, kwargs, rank_args)
         if reply_rank is None or aggregators:
             ranks: Sequence[int] = self._all_ranks
@@ -271,17 +272,28 @@ class MultiprocExecutor(Executor):
     def _close_channels(self) -> None:
         """Let go of the segment, once no other thread is inside. All calls have ended, so none stays there for long."""
         self._grace.join()
-        with self._send_lock, self._table.lock:
-            for reader in self._answers:
-                reader.close()
-            self._answers = []
-            self._calls.close()
-            self._progress.close()
-            for bell in self._bells:
-                bell.close()
-            for waiter in self._worker_waiters:
-                waiter.close()
-            self._segment.close()
+        locks = (self._send_lock, self._table.lock)
+        held = [lock for lock in locks if lock.acquire(timeout=CLOSE_WAIT_S)]
+        if len(held) < len(locks):
+            log.error("an aggregator does not return; memory shared with the workers stays until this process ends")
+        try:
+            if len(held) == len(locks):
+                self._release_channels()
+        finally:
+            for lock in held:
+                lock.release()
+
+    def _release_channels(self) -> None:
+        for reader in self._answers:
+            reader.close()
+        self._answers = []
+        self._calls.close()
+        self._progress.close()
+        for bell in self._bells:
+            bell.close()
+        for waiter in self._worker_waiters:
+            waiter.close()
+        self._segment.close()
 
 
 def preload_of(process: ProcessConfig) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -29,7 +28,9 @@ from typing import Any
 from drumline.errors import FailureReport, StartupError
 from drumline.executor.base import Executor, Method, WorkerState, method_name
 from drumline.executor.calls import Aggregator, Call, CallTable
+from drumline.platforms.host import cores
 from drumline.processes.reports import make_report
+from drumline.transport import deadline_after
 from drumline.worker.protocol import WorkerContext
 from drumline.worker.wrapper import bind, name_of, start_worker, step_of, stop_worker
 
@@ -90,8 +91,9 @@ class UniExecutor(Executor):
     ) -> Any:
         """See :meth:`Executor.collective_rpc`."""
         self._raise_if_failed()
-        self._check_ranks(reply_rank, rank_args)
-        deadline = None if timeout is None else time.monotonic() + timeout
+        self._table.refuse_aggregator()
+        reply_rank = self._check_call(reply_rank, args, kwargs, rank_args)
+        deadline = deadline_after(timeout)
         single = reply_rank is not None or bool(aggregators)
         own = rank_args[0] if rank_args is not None else ()
         with self._send_lock:
@@ -158,7 +160,8 @@ class UniExecutor(Executor):
         """OpenMP's thread count is a property of each thread: take over that of this process."""
         torch = sys.modules.get("torch")
         if torch is not None:
-            torch.set_num_threads(self.process.threads_per_worker or torch.get_num_threads())
+            wanted = self.process.threads_per_worker or torch.get_num_threads()
+            torch.set_num_threads(min(wanted, cores()))
 
     def _end_thread(self) -> None:
         self._jobs.put(None)

@@ -6,15 +6,19 @@ leave a descriptor of one open. The second half is called in workers and may imp
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from drumline.config import DeviceTable
+from drumline.errors import ConfigError
 from drumline.platforms import host
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 
 class DeviceMemory(NamedTuple):
@@ -64,13 +68,27 @@ class Platform(ABC):
 
     def threads_per_worker(self, wanted: int, workers: int, environ: Mapping[str, str]) -> int:
         """Compute threads of one of ``workers`` workers on this machine: what is wanted (> 0), else the user's
-        OMP_NUM_THREADS, else cores / workers."""
-        if wanted > 0:
-            return wanted
-        user = environ.get("OMP_NUM_THREADS", "").split(",")[0]
-        if user.isdigit() and int(user) > 0:
-            return int(user)
-        return max(1, host.cores() // max(1, workers))
+        OMP_NUM_THREADS, else cores / workers. Never more than there are cores, with a warning."""
+        cores = host.cores()
+        name = "--threads-per-worker" if wanted > 0 else "OMP_NUM_THREADS"
+        threads = wanted if wanted > 0 else self.user_threads(environ)
+        if threads > cores:
+            log.warning("%s is %d, but there are %d cores: each worker gets %d threads", name, threads, cores, cores)
+            threads = cores
+        return threads or max(1, cores // max(1, workers))
+
+    def user_threads(self, environ: Mapping[str, str]) -> int:
+        """OMP_NUM_THREADS (its first number: that of the outermost level); 0 if it is not set.
+
+        ConfigError if it is no number of threads.
+        """
+        text = environ.get("OMP_NUM_THREADS", "")
+        if not text.strip():
+            return 0
+        first = text.split(",")[0].strip()
+        if not (first.isascii() and first.isdecimal() and int(first) > 0):
+            raise ConfigError(f"OMP_NUM_THREADS must be a number of threads, at least 1. Got {text!r}")
+        return int(first)
 
     # In workers.
 

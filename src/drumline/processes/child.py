@@ -15,6 +15,10 @@
 The owner's end (end of file) gives the main thread one second, then the supervisor thread ends the process. If the
 main thread is stuck in C code that holds the GIL, that thread is stuck too: then the fork server kills the process
 (it watches the owner as well), and if the fork server is gone, PDEATHSIG has.
+
+Two at once. Root and fork server killed: nobody is left to report it but the engine core, so that one gets a moment
+for it (:func:`drumline.processes.linux.die_with_parent`). Root gone and fork server stopped: whoever sees its own owner
+gone kills the fork server at its own end, and PDEATHSIG ends all the rest.
 """
 
 from __future__ import annotations
@@ -24,12 +28,14 @@ import faulthandler
 import gc
 import importlib
 import logging
+import mmap
 import os
 import select
 import signal
 import socket
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,10 +47,13 @@ from drumline.processes import messages as m
 from drumline.processes.client import ForkServer
 from drumline.processes.connection import Connection
 from drumline.processes.logs import ProcessLog
-from drumline.processes.reports import make_report
-from drumline.processes.titles import set_title
+from drumline.processes.reports import exit_report, fold, make_report, print_report
+from drumline.processes.titles import FORK_SERVER, set_title
 
 logger = logging.getLogger(__name__)
+
+_AT_ONCE_S = 0.1
+"""Two deaths within this time count as one event."""
 
 Target = Callable[["ChildContext", bytes], Any]
 
@@ -67,6 +76,17 @@ class ChildStart:
     log_dir: str
     log_level: str
     grace_s: float
+    root_role: str = ""
+    root_pid: int = 0
+    of_root: bool = False
+    """The owner is the root."""
+    told: mmap.mmap | None = None
+    """One byte that the fork server shares: not zero once it has reported the root's death. None: executed fresh."""
+
+    @property
+    def last_words(self) -> bool:
+        """Whether this process reports that root and fork server died at once."""
+        return self.of_root and self.spawn.forkserver_access and self.told is not None
 
 
 class ChildContext:
@@ -89,6 +109,9 @@ class ChildContext:
         self._forkserver_fd = start.server_fd
         self._forkserver: ForkServer | None = None
         self._log = log
+        self._start = start
+        self._muted = False
+        self._server_pidfd = os.pidfd_open(start.server_pid) if start.last_words else -1
         self._grace_s = start.grace_s
         self._lock = threading.Lock()
         self._stop_event = threading.Event()
@@ -153,6 +176,8 @@ class ChildContext:
         return report
 
     def _tell(self, message: Any) -> None:
+        if self._muted:
+            return
         # An owner that is gone is the supervisor thread's business; one that does not read gets it later or never.
         with contextlib.suppress(ChannelClosedError, TimeoutError):
             self.conn.send(message, timeout_s=1.0)
@@ -217,16 +242,77 @@ class ChildContext:
         poller = select.poll()
         poller.register(self.conn.fd, select.POLLIN)
         poller.register(self._wake_r, select.POLLIN)
+        if self._server_pidfd >= 0:
+            poller.register(self._server_pidfd, select.POLLIN)
         while not self.owner_gone:
             for fd, _ in poller.poll():
-                if fd == self._wake_r:
+                if fd == self._server_pidfd:
+                    self._server_ended()
+                elif fd == self._wake_r:
                     os.read(self._wake_r, 64)
                     self._announce_stop()
                 else:
                     self._read_owner()
-        if not self._finished.wait(self._grace_s):
+        if self._server_pidfd >= 0:
+            self._watch_server(self._grace_s)
+        if not self._finished.wait(0.0 if self._server_pidfd >= 0 else self._grace_s):
+            self._end_stopped_server()
             self._log.note(f"{self.role}: owner gone, and no end within {self._grace_s} s: exiting")
             os._exit(1)
+
+    def _watch_server(self, timeout_s: float) -> None:
+        """Watch the fork server for this time, or until the main thread ends the process."""
+        poller = select.poll()
+        poller.register(self._server_pidfd, select.POLLIN)
+        if poller.poll(timeout_s * 1000):
+            self._server_ended()
+
+    def _server_ended(self) -> NoReturn:
+        """The fork server is gone: this process ends now, as all its children do.
+
+        The root reports that, and must hear nothing more from here. If it died at the same moment, this one reports
+        both, unless the fork server still had the time to.
+        """
+        self._muted = True
+        if not self._asked and self._start.told is not None:
+            poller = select.poll()
+            poller.register(self.conn.fd, select.POLLRDHUP)
+            gone = self.owner_gone or bool(poller.poll(_AT_ONCE_S * 1000))
+            if gone and not self._start.told[0]:
+                report = self._root_report("it ended without closing, and so did the fork server")
+                code, number = linux.exit_of(self._server_pidfd)
+                server = exit_report(
+                    role=FORK_SERVER, rank=None, pid=self._start.server_pid, phase="", code=code, signal=number
+                )
+                print_report(fold([report, server]), self._start.console_fd)
+        os._exit(1)
+
+    def _end_stopped_server(self) -> None:
+        """Kill the fork server if it is stopped and the root is gone: its other children would stay for ever."""
+        server = self._start.server_pid
+        if linux.process_state(server) != "T":
+            return
+        deadline = time.monotonic() + _AT_ONCE_S
+        while linux.parent_of(server) == self._start.root_pid:  # only the middle owner is gone, or not quite the root
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+        with contextlib.suppress(OSError):
+            pidfd = os.pidfd_open(server)
+            if os.getppid() != server:  # looked at after the descriptor was made: it is the right one
+                return
+            if self._start.of_root and self._start.spawn.rank in (None, 0):
+                report = self._root_report("it ended without closing, and the fork server is stopped; ending all")
+                print_report(report, self._start.console_fd)
+            self._muted = True
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+    def _root_report(self, message: str) -> FailureReport:
+        pid = self._start.root_pid
+        code, number = linux.exit_of_zombie(pid)
+        return exit_report(
+            role=self._start.root_role, rank=None, pid=pid, phase="", code=code, signal=number, message=message
+        )
 
     def _read_owner(self) -> None:
         try:
@@ -295,6 +381,8 @@ class ChildContext:
         with contextlib.suppress(Exception):
             logging.shutdown()
             self._log.finish()
+            if self.owner_gone:
+                self._end_stopped_server()
         if self._terminated and not self._asked and not self.owner_gone and self.failed is None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -314,7 +402,7 @@ def run_child(start: ChildStart) -> NoReturn:
     """Everything from the first own instruction on; never returns."""
     code = 70
     try:
-        if not linux.die_with_parent(start.server_pid):
+        if not linux.die_with_parent(start.server_pid, last_words=start.last_words):
             os._exit(1)
         keep = {0, 1, 2, start.conn_fd, *start.fds, start.server_fd, start.console_fd}
         linux.close_all_but(fd for fd in keep if fd >= 0)
@@ -333,7 +421,7 @@ def run_child(start: ChildStart) -> NoReturn:
         with contextlib.suppress(BaseException):
             import traceback
 
-            os.write(2, traceback.format_exc().encode())
+            os.write(2, traceback.format_exc().encode(errors="backslashreplace"))
     finally:
         os._exit(code)
 
@@ -357,8 +445,9 @@ def _settle(start: ChildStart) -> list[str]:
     threads = start.env.get("OMP_NUM_THREADS", "").split(",")[0]
     torch = sys.modules.get("torch")
     if torch is not None:
-        count = int(threads) if threads.isdigit() and int(threads) > 0 else len(os.sched_getaffinity(0))
-        torch.set_num_threads(count)
+        cores = len(os.sched_getaffinity(0))
+        count = int(threads) if threads.strip().isdecimal() and int(threads) > 0 else cores
+        torch.set_num_threads(min(count, max(cores, spawn.threads)))
     random = sys.modules.get("numpy.random")
     if random is not None:
         random.seed()  # else all children would draw the same numbers

@@ -190,10 +190,10 @@ class ForkServer:
         begin = m.Begin(
             role=role,
             pid=os.getpid(),
-            sys_path=[str(entry) for entry in sys.path],
+            sys_path=[os.fsencode(str(entry)) for entry in sys.path],
             preload=list(preload),
-            env=base,
-            log_dir=log.dir,
+            env=m.pack_env(base),
+            log_dir=os.fsencode(log.dir),
             log_level=log.level,
             console_fd=console_fd,
             grace_s=grace_s,
@@ -226,7 +226,7 @@ class ForkServer:
             target=spec.target,
             payload=spec.payload,
             rank=spec.rank,
-            env=dict(spec.env),
+            env=m.pack_env(spec.env),
             threads=spec.threads,
             cpus=list(spec.cpus),
             numa_node=spec.numa_node,
@@ -327,30 +327,45 @@ def _execute(fd: int, console_fd: int, base: Mapping[str, str]) -> subprocess.Po
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         return subprocess.Popen(
-            _command("drumline.processes.forkserver", fd),
+            execution_command("drumline.processes.forkserver", fd),
             stdin=subprocess.DEVNULL,
-            env=server_environment(base),
+            env={**base, **ONE_THREAD},
+            cwd=None if _has_working_folder() else "/",
             pass_fds=[one for one in (fd, console_fd) if one >= 0],
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def package_folder() -> str:
-    """Folder that must be on sys.path for ``import drumline``."""
-    return str(Path(__file__).resolve().parents[2])
+def _has_working_folder() -> bool:
+    """It may have been removed; libraries (MKL) refuse to load then, so our processes start in the root folder."""
+    try:
+        os.getcwd()  # noqa: PTH109 (only whether it is there)
+    except OSError:
+        return False
+    return True
 
 
-def _command(module: str, fd: int) -> list[str]:
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    # -P: the working directory is no place to import from (it may hold a file named like a module).
-    return [sys.executable, *(flag for flag in flags if flag != "-P"), "-P", "-m", module, str(fd)]
+_BOOT = """
+import sys
+_, _, module, package, *paths = sys.argv
+sys.path[:] = [package, *sys.path, *(path for path in paths if path not in sys.path)]
+__import__(module)
+sys.modules[module].main()
+"""
 
 
-def server_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Environment in which our own modules are executed: one thread of every kind, drumline importable."""
-    path = base.get("PYTHONPATH", "")
-    return {**base, **ONE_THREAD, "PYTHONPATH": os.pathsep.join([package_folder(), *([path] if path else [])])}
+def execution_command(module: str, fd: int) -> list[str]:
+    """Command that calls ``main()`` of one of our modules, found where this process has it; ``argv[1]`` is ``fd``.
+
+    Not ``-m`` and PYTHONPATH: with ``-I`` or ``-E`` that is not read, and then a package which the program found
+    only through its own changes of ``sys.path`` is not found. ``-P``: the working directory is no place to import from
+    (it may hold a file named like a module), so entries of ``sys.path`` that mean it are left out here.
+    """
+    flags = [flag for flag in subprocess._args_from_interpreter_flags() if flag != "-P"]  # type: ignore[attr-defined]
+    package = str(Path(__file__).resolve().parents[2])
+    paths = [path for path in map(str, sys.path) if os.path.isabs(path)]  # noqa: PTH117 (as they are)
+    return [sys.executable, *flags, "-P", "-c", _BOOT, str(fd), module, package, *paths]
 
 
 __all__ = ["ForkServer", "Member", "ProcessSpec"]

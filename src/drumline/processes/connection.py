@@ -25,12 +25,12 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from drumline.errors import ChannelClosedError
+from drumline.processes.messages import encode
 
 _HEADER = struct.Struct("<II")
 _MAX_BODY = 1 << 30
 _MAX_FDS = 250
 _CHUNK = 1 << 18
-_ENCODER = msgspec.msgpack.Encoder()
 
 In = TypeVar("In")
 
@@ -82,7 +82,7 @@ class Connection(Generic[In]):
         """
         if len(fds) > _MAX_FDS:
             raise ValueError(f"at most {_MAX_FDS} descriptors fit in one message, got {len(fds)}")
-        body = _ENCODER.encode(message)
+        body = encode(message)
         frame = memoryview(_HEADER.pack(len(body), len(fds)) + body)
         with self._lock:
             self._out.append((frame, [os.dup(fd) for fd in fds]))

@@ -1,4 +1,4 @@
-"""``python -m drumline.processes.forkserver FD``: the process that makes all others of one root.
+"""The process that makes all others of one root; its first argument is the descriptor of its connection.
 
 It is executed (the user's ``__main__`` is never run again), imports what it was told to once, with one thread of every
 kind, and then only forks, reaps and watches. It never computes and opens no device. One thread, one poll loop::
@@ -13,7 +13,9 @@ Deaths:
 - An owner's end (its connection or its pidfd): its children are killed after a grace of 1 s.
 - The root's end without a goodbye: as the highest survivor this process prints the report on the console, kills all
   children after the grace and exits. While imports run (no loop yet) a timer signal looks for it.
-- Its own end: the children have PDEATHSIG, which follows the thread that forked them: the only one here.
+- Its own end: the children have PDEATHSIG, which follows the thread that forked them: the only one here. If the root
+  is gone too and nobody has said so, the root's own child with access (the engine core) reports both.
+- It is stopped (SIGSTOP) and the root is gone: a child that sees its owner gone kills it.
 
 It is a subreaper: orphans of its children become its own, are reaped, and are killed when their grace is over.
 
@@ -28,6 +30,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import mmap
 import os
 import select
 import signal
@@ -37,7 +40,7 @@ import time
 import types
 import warnings
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import msgspec
 
@@ -45,7 +48,7 @@ from drumline.errors import ChannelClosedError, FailureReport
 from drumline.processes import linux
 from drumline.processes import messages as m
 from drumline.processes.child import ChildStart, run_child
-from drumline.processes.client import _command, package_folder
+from drumline.processes.client import execution_command
 from drumline.processes.connection import Connection, Frame, socket_pair
 from drumline.processes.environment import child_environment, needs_fresh
 from drumline.processes.logs import ProcessLog
@@ -98,6 +101,8 @@ class ForkServerProcess:
         self.exit_code = 0
         self.oom_kills = linux.oom_kills()
         self.wake_r, self.wake_w = os.pipe()
+        self.told = mmap.mmap(-1, 1)
+        """Not zero: the root's death has been reported. Shared with forked children."""
 
     # ---- start ----
 
@@ -106,7 +111,7 @@ class ForkServerProcess:
         self._catch_signals()
         if not self._begin():
             return 1
-        self.log = ProcessLog(self.begin.log_dir, FORK_SERVER, self.begin.log_level, self.console_fd)
+        self.log = ProcessLog(self.log_dir, FORK_SERVER, self.begin.log_level, self.console_fd)
         linux.become_subreaper()
         gc.disable()  # looking for garbage while millions of objects are made costs a quarter of the import time
         if not self._import_all():
@@ -145,9 +150,9 @@ class ForkServerProcess:
         self.begin = frames[0].message
         self.root.pidfd = frames[0].fds[0]
         self.early = frames[1:]
-        sys.path[:] = self.begin.sys_path
-        os.environ.pop("PYTHONPATH", None)
-        os.environ.update({name: path for name, path in self.begin.env.items() if name == "PYTHONPATH"})
+        self.env = cast("dict[str, str]", m.unpack_env(self.begin.env))
+        self.log_dir = os.fsdecode(self.begin.log_dir)
+        sys.path[:] = map(os.fsdecode, self.begin.sys_path)
         # A number of its own: descriptor 2 becomes the log file.
         self.console_fd = os.dup(self.begin.console_fd) if self.begin.console_fd >= 0 else -1
         return True
@@ -183,7 +188,7 @@ class ForkServerProcess:
         if _is_gone(self.root.pidfd) or _hung_up(self.root.conn.fd):
             signal.setitimer(signal.ITIMER_REAL, 0)  # what follows takes longer than the timer's interval
             if not self._said_goodbye() and _is_gone(self.root.pidfd, timeout_s=_EXIT_WAIT_S):
-                print_report(self._root_report(), self.console_fd)
+                self._tell_root_death()
             os._exit(1)
 
     def _said_goodbye(self) -> bool:
@@ -266,7 +271,7 @@ class ForkServerProcess:
             if self.ending is None:
                 # Its sockets are closed a moment before its pidfd tells. A root that lives on dropped us on purpose.
                 if _is_gone(client.pidfd, timeout_s=_EXIT_WAIT_S):
-                    print_report(self._root_report(), self.console_fd)
+                    self._tell_root_death()
                 self.exit_code = 1
                 self._end_all()
             self._drop_client(client)
@@ -284,6 +289,11 @@ class ForkServerProcess:
         if client.root and client.pidfd >= 0:  # that of others belongs to their child record
             os.close(client.pidfd)
         client.pidfd = -1
+
+    def _tell_root_death(self) -> None:
+        report = self._root_report()
+        self.told[0] = 1
+        print_report(report, self.console_fd)
 
     def _root_report(self) -> FailureReport:
         code, number = self._root_exit()
@@ -387,7 +397,8 @@ class ForkServerProcess:
     def _spawn(self, client: _Client, spawn: m.Spawn, fds: list[int]) -> None:
         if self.ending is not None or _hung_up(fds[0]):
             return  # nobody is left who would want it
-        reasons = self.obstacles or needs_fresh(self.begin.env, spawn.env)
+        changes = m.unpack_env(spawn.env)
+        reasons = self.obstacles or needs_fresh(self.env, changes)
         fresh = spawn.fresh or bool(reasons)
         ours: socket.socket | None = None
         theirs: socket.socket | None = None
@@ -395,15 +406,19 @@ class ForkServerProcess:
             ours, theirs = socket_pair()
         start = ChildStart(
             spawn=spawn,
-            env=child_environment(self.begin.env, spawn.env, spawn.threads),
+            env=child_environment(self.env, changes, spawn.threads),
             conn_fd=fds[0],
             fds=fds[1:],
             server_fd=theirs.fileno() if theirs else -1,
             server_pid=os.getpid(),
             console_fd=self.console_fd,
-            log_dir=self.begin.log_dir,
+            log_dir=self.log_dir,
             log_level=self.begin.log_level,
             grace_s=self.begin.grace_s,
+            root_role=self.begin.role,
+            root_pid=self.begin.pid,
+            of_root=client.root,
+            told=self.told,
         )
         try:
             pid = self._execute(start) if fresh else self._fork(start, ours, theirs)
@@ -455,16 +470,15 @@ class ForkServerProcess:
         spec_fd = os.memfd_create("drumline-child")
         inherited = [fd for fd in (spec_fd, start.conn_fd, *start.fds, start.server_fd, start.console_fd) if fd >= 0]
         try:
-            spec = m.FreshSpec(sys_path=self.begin.sys_path, **vars(start))
+            texts = {"env": m.pack_env(start.env), "log_dir": os.fsencode(start.log_dir)}
+            given = {name: value for name, value in vars(start).items() if name != "told"}
+            spec = m.FreshSpec(sys_path=self.begin.sys_path, **{**given, **texts})
             with os.fdopen(os.dup(spec_fd), "wb") as file:
-                file.write(msgspec.msgpack.encode(spec))
+                file.write(m.encode(spec))
             for fd in inherited:
                 os.set_inheritable(fd, True)
-            env = dict(start.env)
-            path = env.get("PYTHONPATH", "")
-            env["PYTHONPATH"] = os.pathsep.join([package_folder(), *([path] if path else [])])
-            command = _command("drumline.processes.fresh", spec_fd)
-            return os.posix_spawn(sys.executable, command, env)
+            command = execution_command("drumline.processes.fresh", spec_fd)
+            return os.posix_spawn(sys.executable, command, start.env)
         finally:
             for fd in inherited:
                 os.set_inheritable(fd, False)
@@ -537,7 +551,3 @@ def main() -> None:
     with contextlib.suppress(AttributeError):
         server.log.finish()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""``python -m drumline.processes.fresh FD``: a child that is executed instead of forked.
+"""``FD`` as the first argument: a child that is executed instead of forked.
 
 It reads what a forked child would have inherited from the descriptor, and then is like any other.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import cast
 
 import msgspec
 
 from drumline.processes.child import ChildStart, run_child
-from drumline.processes.messages import FreshSpec
+from drumline.processes.messages import FreshSpec, unpack_env
 from drumline.processes.titles import set_title
 
 
@@ -22,22 +23,21 @@ def main() -> None:
     with os.fdopen(fd, "rb") as file:
         file.seek(0)
         spec = msgspec.msgpack.decode(file.read(), type=FreshSpec)
-    sys.path[:] = spec.sys_path
+    sys.path[:] = map(os.fsdecode, spec.sys_path)
     run_child(
         ChildStart(
             spawn=spec.spawn,
-            env=spec.env,
+            env=cast("dict[str, str]", unpack_env(spec.env)),
             conn_fd=spec.conn_fd,
             fds=spec.fds,
             server_fd=spec.server_fd,
             server_pid=spec.server_pid,
             console_fd=spec.console_fd,
-            log_dir=spec.log_dir,
+            log_dir=os.fsdecode(spec.log_dir),
             log_level=spec.log_level,
             grace_s=spec.grace_s,
+            root_role=spec.root_role,
+            root_pid=spec.root_pid,
+            of_root=spec.of_root,
         )
     )
-
-
-if __name__ == "__main__":
-    main()

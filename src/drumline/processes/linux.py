@@ -26,6 +26,8 @@ DEVICE_PREFIXES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/h
 """Open files below these mean that a device was touched; its driver does not survive a fork."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+_libc.signal.restype = ctypes.c_void_p
 
 
 def _prctl(option: int, value: int) -> None:
@@ -34,9 +36,18 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(error, os.strerror(error))
 
 
-def die_with_parent(parent_pid: int) -> bool:
-    """Ask for SIGKILL when the parent *thread* ends; False if the parent is not ``parent_pid`` any more."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent_pid: int, *, last_words: bool = False) -> bool:
+    """Ask for SIGKILL when the parent *thread* ends; False if the parent is not ``parent_pid`` any more.
+
+    ``last_words``: for one who sees the parent's end itself and has something to say then. It gets SIGQUIT, whose
+    handler is the C library's ``alarm``: called with the signal's number, 3, it has SIGALRM end the process 3 s later.
+    No Python code takes part in that, so it also ends a process that stands in C code with the GIL held.
+    """
+    if last_words:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        if _libc.signal(signal.SIGQUIT, ctypes.cast(_libc.alarm, ctypes.c_void_p)) == ctypes.c_void_p(-1).value:
+            raise OSError("cannot set a signal handler")
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGQUIT if last_words else signal.SIGKILL)
     return os.getppid() == parent_pid
 
 
@@ -108,6 +119,15 @@ def process_state(pid: int) -> str:
     except OSError:
         return ""
     return stat.rpartition(")")[2].split()[0]
+
+
+def parent_of(pid: int) -> int:
+    """Parent of a process; 0 if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[1])
 
 
 def wait_channel(pid: int) -> str:

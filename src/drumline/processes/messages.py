@@ -1,13 +1,53 @@
 """Messages of the control connections, and of the connection between the fork server and its clients.
 
 All are msgspec structs with a tag; :mod:`drumline.processes.connection` frames them and carries their descriptors.
+
+Text is UTF-8 on the wire, but Python's ``str`` may hold lone surrogates (in the text of any exception): :func:`encode`
+writes these as backslash escapes, for no failure may be lost because of its text. Names and values of environment
+variables, and paths, must arrive unchanged and need not be UTF-8, so they travel as bytes (:func:`pack_env`).
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from drumline.errors import FailureReport
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode(message: Any) -> bytes:
+    """msgpack bytes of a message of any room; lone surrogates in its texts become ``\\udcXX``."""
+    try:
+        return _ENCODER.encode(message)
+    except UnicodeEncodeError:
+        return _ENCODER.encode(_writable(msgspec.to_builtins(message, builtin_types=(bytes, bytearray, memoryview))))
+
+
+def _writable(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            return {_writable(key): _writable(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_writable(one) for one in value]
+    return value
+
+
+def pack_env(env: Mapping[str, str | None]) -> dict[bytes, bytes | None]:
+    """Environment variables as they travel."""
+    return {os.fsencode(name): None if value is None else os.fsencode(value) for name, value in env.items()}
+
+
+def unpack_env(env: Mapping[bytes, bytes | None]) -> dict[str, str | None]:
+    """And back; values that no ``str`` of UTF-8 can hold have surrogates, as in ``os.environ``."""
+    return {os.fsdecode(name): None if value is None else os.fsdecode(value) for name, value in env.items()}
+
 
 # ---- child to owner ------------------------------------------------------------------------------------------------
 
@@ -62,11 +102,11 @@ class Begin(msgspec.Struct, tag="begin", kw_only=True):
 
     role: str
     pid: int
-    sys_path: list[str]
+    sys_path: list[bytes]
     preload: list[str]
-    env: dict[str, str]
+    env: dict[bytes, bytes | None]
     """Environment of the root as it is: the base of every child's."""
-    log_dir: str
+    log_dir: bytes
     log_level: str
     console_fd: int
     grace_s: float = 1.0
@@ -80,7 +120,7 @@ class Spawn(msgspec.Struct, tag="spawn", kw_only=True):
     target: str
     payload: bytes = b""
     rank: int | None = None
-    env: dict[str, str | None] = {}
+    env: dict[bytes, bytes | None] = {}
     threads: int = 0
     cpus: list[int] = []
     numa_node: int | None = None
@@ -152,15 +192,18 @@ class FreshSpec(msgspec.Struct, kw_only=True):
     """What a child that is executed instead of forked reads from the descriptor that it is given."""
 
     spawn: Spawn
-    env: dict[str, str]
+    env: dict[bytes, bytes | None]
     """The whole environment that the child's code is to see."""
-    sys_path: list[str]
+    sys_path: list[bytes]
     server_pid: int
     conn_fd: int
     fds: list[int]
     server_fd: int
     """Connection to the fork server, or -1."""
     console_fd: int
-    log_dir: str
+    log_dir: bytes
     log_level: str
     grace_s: float
+    root_role: str = ""
+    root_pid: int = 0
+    of_root: bool = False

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drumline.errors import FailedError, FailureReport, RemoteCallError
+from drumline.processes.logs import LAST_WORD_WAIT_S, ConsoleWriter
 
 NOTICE_SLACK_S = 0.1
 """A death is noticed from outside, so possibly a little after peers of the dead one raised because of it."""
@@ -22,6 +23,7 @@ NOTICE_SLACK_S = 0.1
 _TAIL_BYTES = 8192
 _TAIL_LINES = 50
 _TRACEBACK_CHARS = 20_000
+_MESSAGE_CHARS = 65_536
 
 
 def signal_name(number: int) -> str:
@@ -71,7 +73,7 @@ def _type_name(error: BaseException) -> str:
 
 def _message(error: BaseException) -> str:
     try:
-        return str(error)
+        return _cut(str(error), _MESSAGE_CHARS)
     except Exception as broken:  # noqa: BLE001 (any class may have a broken __str__)
         return f"(its text cannot be made: {type(broken).__name__})"
 
@@ -81,9 +83,13 @@ def _traceback(error: BaseException) -> str:
         text = "".join(traceback.format_exception(error))
     except Exception as broken:  # noqa: BLE001
         return f"(its traceback cannot be made: {type(broken).__name__})"
-    if len(text) <= _TRACEBACK_CHARS:
+    return _cut(text, _TRACEBACK_CHARS)
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
         return text
-    half = _TRACEBACK_CHARS // 2
+    half = limit // 2
     return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
 
 
@@ -176,9 +182,8 @@ def _same(one: FailureReport, other: FailureReport) -> bool:
 
 
 def print_report(report: FailureReport, fd: int = 2) -> None:
-    """Write the report on the console in one piece."""
+    """Write the report on the console; a console that nobody reads is waited for a second at most."""
     text = "\n".join(["", "drumline failed:", *(f"  {line}" for line in report.text().splitlines()), ""])
-    try:
-        os.write(fd, text.encode(errors="replace"))
-    except OSError:
-        pass
+    console = ConsoleWriter(fd)
+    console.write(text.encode(errors="replace"), LAST_WORD_WAIT_S)
+    console.close()

@@ -12,7 +12,7 @@ from drumline.transport.codec import CodecRegistry
 from drumline.transport.doorbell import DOORBELL_BYTES, OWNER_RINGER, Doorbell
 from drumline.transport.memory import SharedMemory, memfd
 from drumline.transport.ring import Message, Part, RingLayout, RingReader, RingWriter, ring_bytes
-from drumline.transport.waiter import Waiter
+from drumline.transport.waiter import Waiter, deadline_after
 
 __all__ = [
     "DOORBELL_BYTES",
@@ -28,6 +28,7 @@ __all__ = [
     "RingWriter",
     "SharedMemory",
     "Waiter",
+    "deadline_after",
     "memfd",
     "ring_bytes",
 ]

@@ -53,6 +53,7 @@ _SYSCALL_NUMBERS = {"x86_64": 202, "aarch64": 98}
 _FUTEX_WAIT = 0
 _FUTEX_WAKE = 1
 _EVERYBODY = 0x7FFFFFFF
+_LONGEST_WAIT_S = 86_400.0
 _QUIET = frozenset({errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT})
 
 
@@ -141,6 +142,7 @@ class Doorbell:
         """
         if timeout_s <= 0:
             return
+        timeout_s = min(timeout_s, _LONGEST_WAIT_S)
         seconds = int(timeout_s)
         timeout = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
         if _wait_call(self._number, self._address, _FUTEX_WAIT, seen, timeout, None, 0) == -1:

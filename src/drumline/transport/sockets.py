@@ -79,16 +79,24 @@ class SocketDir:
     def create(cls) -> SocketDir:
         """A new folder, locked by this process. Folders left by killed processes of this user are removed first."""
         remove_stale()
+        reasons: list[str] = []
         for base in _bases():
-            for _ in range(100):
-                path = Path(tempfile.mkdtemp(prefix=_prefix(), dir=base))
-                lock = _lock_folder(path, wait=True)
+            for _ in range(3):  # another process may take it for a stale one before the lock is there
+                try:
+                    path = Path(tempfile.mkdtemp(prefix=_prefix(), dir=base))
+                except OSError as error:
+                    reasons.append(f"{base}: {error.strerror}")
+                    break
+                lock = _own_folder(path)
                 if lock is not None:
                     return cls(path, lock)
-                # another process took it for a stale one before the lock was there
-        raise TransportError(
-            f"no folder for unix sockets: {tempfile.gettempdir()} and /tmp are too long or not writable"
-        )
+                if path.exists():
+                    reasons.append(f"{base}: a folder made there has another owner or cannot be locked")
+                    with contextlib.suppress(OSError):
+                        path.rmdir()
+                    break
+        where = "; ".join(reasons) or f"{tempfile.gettempdir()} and /tmp are too long or not writable"
+        raise TransportError(f"no folder for unix sockets ({where}): set TMPDIR to a short, writable folder")
 
     def address(self, name: str) -> str:
         """ZMQ address of a socket of this folder; ``name`` has at most 24 ASCII letters, digits, ``-`` or ``_``."""
@@ -112,6 +120,13 @@ class SocketDir:
         self.close()
 
 
+def _own_folder(path: Path) -> int | None:
+    """Lock of a folder that was just made; its mode does not depend on the umask."""
+    with contextlib.suppress(OSError):
+        path.chmod(0o700)
+    return _lock_folder(path, wait=True)
+
+
 def _lock_folder(path: Path, *, wait: bool) -> int | None:
     """Descriptor that holds the lock on ``path``; None if another holds it, or it is gone or not ours."""
     try:
@@ -120,7 +135,7 @@ def _lock_folder(path: Path, *, wait: bool) -> int | None:
         return None
     try:
         opened = os.fstat(fd)
-        if opened.st_uid == os.getuid() and stat.S_IMODE(opened.st_mode) == 0o700:
+        if opened.st_uid == os.getuid() and not stat.S_IMODE(opened.st_mode) & 0o077:  # setgid is inherited
             fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(opened, path.stat()):
                 return fd

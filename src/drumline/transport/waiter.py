@@ -21,6 +21,7 @@ does not end in a message only takes time from those who compute.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -36,7 +37,26 @@ RECHECK_S = 30.0
 SPIN_NS = 50_000
 """Longest time in ns that a waiter watches the word before it sleeps, on machines with more than two cores."""
 
+NEVER_S = 1e9
+"""Timeouts from here on (32 years, or infinity) are no timeouts: clocks and system calls take no such times."""
+
 T = TypeVar("T")
+
+
+def deadline_after(timeout: float | None) -> float | None:
+    """``time.monotonic()`` value of a deadline ``timeout`` seconds from now; None: never.
+
+    ValueError for what is no number of seconds (NaN, text).
+    """
+    if timeout is None:
+        return None
+    try:
+        seconds = float(min(timeout, NEVER_S))  # in this order: a whole number may be too large for a float
+    except TypeError:
+        seconds = math.nan
+    if math.isnan(seconds) or isinstance(timeout, bool):
+        raise ValueError(f"a timeout is a number of seconds or None, not {timeout!r}")
+    return None if seconds >= NEVER_S else time.monotonic() + seconds
 
 
 class Waiter:

@@ -24,6 +24,7 @@ import msgspec
 
 from drumline.errors import FailureReport
 from drumline.plan.step import StepOutput, StepPlan
+from drumline.processes.messages import encode
 from drumline.transport.codec import FIRST_CODEC, CodecRegistry
 
 ALL_RANKS = -1
@@ -52,13 +53,12 @@ class CallFailed(msgspec.Struct, array_like=True):
     report: FailureReport
 
 
-_failed_encoder = msgspec.msgpack.Encoder()
 _failed_decoder = msgspec.msgpack.Decoder(CallFailed)
 
 
 def encode_failure(failure: CallFailed) -> bytes:
     """msgpack bytes of a CallFailed."""
-    return _failed_encoder.encode(failure)
+    return encode(failure)
 
 
 def decode_failure(data: Buffer) -> CallFailed:
