@@ -1,13 +1,18 @@
-"""The ``drumline`` command. Each subcommand imports what it needs when it runs."""
+"""The ``drumline`` command. Each subcommand imports what it needs when it runs.
+
+Nothing is imported before ctrl-C and the standard descriptors are taken care of: an interrupt during the imports is no
+traceback, and no file or socket gets the number of a standard descriptor that was closed.
+"""
 
 from __future__ import annotations
 
-import argparse
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from drumline.cli.args import Parser, add_flags, configs, parse, refuse_unbuilt
-from drumline.errors import ConfigError, ExitCode
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SUBCOMMANDS = {
     "serve": "serve a model: OpenAI API and a chat page",
@@ -18,7 +23,54 @@ SUBCOMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
+    before = _quiet_interrupt()
+    _open_standard_descriptors()
     given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(given)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    finally:
+        # The command itself keeps the quiet handler while the interpreter ends.
+        if argv is not None and before is not None:
+            signal.signal(signal.SIGINT, before)
+
+
+_INTERRUPTED = 130  # ExitCode.INTERRUPTED, which is not imported yet
+
+
+def _quiet_interrupt() -> Any:
+    """Ctrl-C ends the process without a word. The handler that was there; None if it stays (ignored, or not ours)."""
+    try:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            return signal.signal(signal.SIGINT, lambda number, frame: os._exit(_INTERRUPTED))
+    except ValueError:  # not in the main thread
+        pass
+    return None
+
+
+def _open_standard_descriptors() -> None:
+    """What was closed (``2>&-``) is /dev/null from now on."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            fd = os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+            os.set_inheritable(fd, True)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - until the end
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    if sys.stdin is None:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+
+
+def _main(given: list[str]) -> int:
+    import argparse
+
+    from drumline.cli.args import Parser, parse
+    from drumline.errors import ConfigError, ExitCode
+
     parser = Parser(prog="drumline", description="Run one language model on many worker processes as if it were one.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     listed = "\n".join(f"  {name:8}{text}" for name, text in SUBCOMMANDS.items())
@@ -40,8 +92,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return ExitCode.OK
         parser.print_help()
         return ExitCode.OK if not given else ExitCode.USAGE
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
     except ConfigError as e:
         print(f"drumline {name}: error: {e}", file=sys.stderr)
         return ExitCode.USAGE
@@ -55,6 +105,20 @@ def _unknown_command(name: str) -> str:
 
 
 def _serve(argv: Sequence[str]) -> int:
+    from drumline.errors import ConfigError, ExitCode
+    from drumline.processes.logs import console_as_stderr
+
+    with console_as_stderr():
+        try:
+            return _serve_on_console(argv)
+        except ConfigError as e:  # as main does, but on a console that may be full
+            print(f"drumline serve: error: {e}", file=sys.stderr)
+            return ExitCode.USAGE
+
+
+def _serve_on_console(argv: Sequence[str]) -> int:
+    from drumline.cli.args import Parser, add_flags, configs, parse, refuse_unbuilt
+
     parser = Parser(prog="drumline serve", usage="drumline serve [MODEL] [flags]", description="Serve a model.")
     add_flags(parser)
     namespace = parse(parser, argv)
@@ -68,6 +132,8 @@ def _serve(argv: Sequence[str]) -> int:
 def _chat(argv: Sequence[str]) -> int:
     from drumline.cli import chat
 
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ctrl-C ends an answer there, not the chat
     return chat.main(argv)
 
 

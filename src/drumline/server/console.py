@@ -1,6 +1,7 @@
 """What ``drumline serve`` prints: progress, the process table, the listeners, how to talk to it, and the last word.
 
-All of it goes to stderr, as whole lines, so that it does not mix with the lines of the other processes.
+All of it goes to stderr, as whole lines, so that it does not mix with the lines of the other processes; the command has
+a stderr that never blocks (:func:`drumline.processes.logs.console_as_stderr`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from drumline.engine.protocol import EngineInfo, ProcessState
 from drumline.errors import FailureReport
+from drumline.processes.logs import ConsoleStream
 from drumline.server.sockets import Listener
 
 if TYPE_CHECKING:
@@ -33,7 +35,15 @@ def report(failure: FailureReport) -> None:
     text = failure.text()
     if failure.type in EXPECTED_ERRORS:
         text = failure.headline() + (f"\nlog file: {failure.log_file}" if failure.log_file else "")
-    print(f"{RULE}\ndrumline failed: {text}\n{RULE}", file=sys.stderr, flush=True)
+    last_word(f"{RULE}\ndrumline failed: {text}\n{RULE}")
+
+
+def last_word(text: str) -> None:
+    """What is said at the end, and matters most."""
+    if isinstance(sys.stderr, ConsoleStream):
+        sys.stderr.last_word(text + "\n")
+    else:
+        say(text)
 
 
 class Progress:

@@ -38,7 +38,7 @@ from drumline.engine.checks import check_machine, check_model
 from drumline.engine.protocol import AsyncEngine, EngineInfo
 from drumline.errors import ConfigError, DrumlineError, ExitCode, FailedError, FailureReport
 from drumline.platforms import device_table
-from drumline.processes.logs import DATE_FORMAT, LOG_FORMAT
+from drumline.processes.logs import DATE_FORMAT, LOG_FORMAT, console_as_stderr
 from drumline.processes.titles import api_server_name, set_title
 from drumline.server import console
 from drumline.server.app import create_app
@@ -58,6 +58,11 @@ LADDER_SLACK_S = 3.0
 
 def serve(config: EngineConfig, server: ServerConfig) -> int:
     """Serve until a signal or a failure; the exit code. ConfigError if it cannot even begin."""
+    with console_as_stderr():
+        return _serve(config, server)
+
+
+def _serve(config: EngineConfig, server: ServerConfig) -> int:
     try:
         config = check_machine(config, device_table(config.platform))
     except TypeError as error:
@@ -282,7 +287,7 @@ class Command:
         if outcome.failure is not None:
             console.report(outcome.failure)
         elif outcome.message:
-            console.say(outcome.message)
+            console.last_word(outcome.message)
         return outcome.code
 
 
