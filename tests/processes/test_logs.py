@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from drumline.processes import ForkServer, LogConfig, ProcessSpec, Supervisor
-from drumline.processes.logs import Console, LineTee, prune, write_all
+from drumline.processes.logs import Console, LineTee, ProcessLog, prune
 from tests.processes.targets import TARGETS
 
 
@@ -49,12 +49,14 @@ def test_lines_of_several_processes_are_never_mixed(tmp_path: Path) -> None:
 
 def test_long_lines_are_cut_to_what_a_pipe_takes_in_one_piece() -> None:
     read, write = os.pipe()
-    tee = LineTee(os.open(os.devnull, os.O_WRONLY), Console(write, "Worker_TP0"))
+    console = Console(write, "Worker_TP0")
+    tee = LineTee(os.open(os.devnull, os.O_WRONLY), console)
     got: list[bytes] = []
     reader = read_all(read, got)
     tee.write("é" * 5000 + "\nshort\n\n")
     tee.write("\r 10%\r 50%\r100%\n")
     os.close(tee.fileno())
+    console.close()
     os.close(write)
     reader.join(5)
     os.close(read)
@@ -65,13 +67,6 @@ def test_long_lines_are_cut_to_what_a_pipe_takes_in_one_piece() -> None:
     bare = [line.removeprefix(prefix) for line in lines[:-1]]
     assert "".join(part.decode() for part in bare[:3]) == "é" * 5000
     assert bare[3:] == [b"short", b"", b"100%"]
-
-
-def test_a_console_without_reader_or_room_stops_nobody() -> None:
-    read, write = os.pipe()
-    os.close(read)
-    write_all(write, b"x" * 100)
-    os.close(write)
 
 
 def test_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,3 +98,51 @@ def test_a_state_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = Path(LogConfig.create().dir)
     assert folder.parent == tmp_path / f"drumline-{os.getuid()}-logs"
+
+
+@pytest.mark.parametrize("what", ["link", "open to others", "file"])
+def test_a_fall_back_that_is_not_ours_alone_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    (tmp_path / "file").touch()
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
+    taken = tmp_path / f"drumline-{os.getuid()}-logs"
+    if what == "link":
+        taken.symlink_to(other)
+    elif what == "file":
+        taken.touch()
+    else:
+        taken.mkdir()
+        taken.chmod(0o777)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = Path(LogConfig.create().dir)
+    assert folder.parent.parent == tmp_path
+    assert folder.parent not in (taken, other)
+    assert folder.parent.stat().st_mode & 0o777 == 0o700
+    assert not list(other.iterdir())
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "older log"])
+def test_a_log_file_whose_name_is_taken(tmp_path: Path, what: str) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            path = tmp_path / f"Worker-{os.getpid()}.log"
+            if what == "link":
+                path.symlink_to(tmp_path / "victim")
+            elif what == "pipe":
+                os.mkfifo(path)
+            else:
+                path.write_text("before\n")
+            log = ProcessLog(str(tmp_path), "Worker", "info", -1)
+            print("hello")
+            log.note(log.path.name)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert not (tmp_path / "victim").exists()
+    name = f"Worker-{pid}.log" if what == "older log" else f"Worker-{pid}-1.log"
+    before = "before\n" if what == "older log" else ""
+    assert (tmp_path / name).read_text() == f"{before}hello\n{name}\n"

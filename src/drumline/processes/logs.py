@@ -46,7 +46,8 @@ CALM_S = 5.0
 """A console that was full is waited for again only after it has taken everything for so long."""
 LAST_WORD_WAIT_S = 1.0
 """The same for a report at the end."""
-_PIPE_BUF = 4096
+_PIECE = 4096 - 256
+"""A pipe takes PIPE_BUF (4096) bytes whole; the notice about lost lines goes with the piece after them."""
 _TTY_PIECE = 256
 """A terminal that says it has room has about that much."""
 _RUN_NAME = re.compile(r"\d{8}-\d{6}-(\d+)(-\d+)?")
@@ -240,10 +241,8 @@ class ConsoleWriter:
                 wait_s = FULL_WAIT_S if now >= self._busy_until else 0.0
             deadline = now + wait_s
             pieces = _pieces(data)
-            while pieces and (not self._lost or self._put(self._notice(), deadline)):
+            while pieces and self._put((self._notice() if self._lost else b"") + pieces[0], deadline):
                 self._lost = 0
-                if not self._put(pieces[0], deadline):
-                    break
                 del pieces[0]
             if pieces:
                 self._lost += sum(piece.count(b"\n") for piece in pieces)
@@ -307,9 +306,8 @@ def _send(fd: int, data: bytes) -> int:
 def _pieces(data: bytes) -> list[bytes]:
     """Cut into pieces that a pipe takes whole, between lines where that is possible."""
     found = []
-    room = _PIPE_BUF - 1  # a torn line is ended first
     while data:
-        cut = len(data) if len(data) <= room else data.rfind(b"\n", 0, room) + 1 or room
+        cut = len(data) if len(data) <= _PIECE else data.rfind(b"\n", 0, _PIECE) + 1 or _PIECE
         found.append(data[:cut])
         data = data[cut:]
     return found
@@ -420,7 +418,7 @@ class Console:
         """Write one line; a very long one becomes several."""
         data = text.encode(errors="replace")
         prefix = self._writer.prefix
-        room = _PIPE_BUF - len(prefix) - 2
+        room = _PIECE - len(prefix) - 1
         while True:
             cut = min(room, len(data))
             while cut < len(data) and data[cut] & 0xC0 == 0x80:  # in the middle of a character
