@@ -131,7 +131,11 @@ def test_threads_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = resolve_platform("cpu").threads_per_worker
     assert threads(3, 2, {"OMP_NUM_THREADS": "5"}) == 3
     assert threads(0, 2, {"OMP_NUM_THREADS": "5,2"}) == 5
-    assert threads(0, 2, {"OMP_NUM_THREADS": "many"}) == 4
+    assert threads(0, 2, {"OMP_NUM_THREADS": " "}) == 4
+    assert threads(0, 2, {"OMP_NUM_THREADS": "100000"}) == threads(100000, 2, {}) == 8
+    for text in ("many", "0", "-1", "²", ",2"):
+        with pytest.raises(ConfigError, match="OMP_NUM_THREADS must be"):
+            threads(0, 2, {"OMP_NUM_THREADS": text})
     assert threads(0, 3, {}) == 2
     assert threads(0, 99, {}) == 1
 

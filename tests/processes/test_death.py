@@ -159,3 +159,29 @@ def test_end_of_the_root_without_a_failure_is_silent(make_tree: Callable[[str], 
     assert tree.process.wait(5) == 0
     assert tree.all_gone(1.0)
     assert tree.rest_of_console() == ""
+
+
+def test_root_and_fork_server_killed_at_once_are_reported_by_the_engine_core(make_tree: Callable[[str], Tree]) -> None:
+    tree = make_tree("serve")
+    for victim in ("ForkServer", "APIServer_0"):
+        os.kill(tree.pids[victim], signal.SIGKILL)
+    assert tree.all_gone(5.0)
+    told = tree.rest_of_console()
+    assert told.count("drumline failed:") == 1
+    assert f"APIServer_0 (pid {tree.process.pid}) " in told
+    assert f"then: ForkServer (pid {tree.pids['ForkServer']})" in told
+
+
+@pytest.mark.parametrize("others", [(), ("EngineCore_DP0",)], ids=["root", "root and core"])
+def test_a_stopped_fork_server_does_not_outlive_its_root(
+    make_tree: Callable[[str], Tree], others: tuple[str, ...]
+) -> None:
+    tree = make_tree("serve")
+    os.kill(tree.pids["ForkServer"], signal.SIGSTOP)
+    for victim in ("APIServer_0", *others):
+        os.kill(tree.pids[victim], signal.SIGKILL)
+    assert tree.all_gone(5.0)
+    told = tree.rest_of_console()
+    if not others:
+        assert told.count("drumline failed:") == 1
+        assert f"APIServer_0 (pid {tree.process.pid}) " in told

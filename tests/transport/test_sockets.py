@@ -219,3 +219,18 @@ def test_a_nameless_socket_is_found_by_descriptor_only(context: zmq.Context[Any]
                 assert server.poll(5000)
                 assert server.recv() == word
     os.close(door)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o777], ids=oct)
+def test_a_temporary_folder_that_is_setgid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask: int) -> None:
+    with tempfile.TemporaryDirectory(prefix="sg", dir="/tmp") as folder:
+        Path(folder).chmod(0o2777)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        before = os.umask(mask)
+        try:
+            with SocketDir.create() as sockets:
+                assert sockets.path.parent == Path(folder)
+                assert sockets.path.stat().st_mode & 0o777 == 0o700
+        finally:
+            os.umask(before)
+        assert list(Path(folder).iterdir()) == []

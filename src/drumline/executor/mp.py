@@ -275,25 +275,27 @@ class MultiprocExecutor(Executor):
         locks = (self._send_lock, self._table.lock)
         held = [lock for lock in locks if lock.acquire(timeout=CLOSE_WAIT_S)]
         if len(held) < len(locks):
-            log.error("an aggregator does not return; memory shared with the workers stays until this process ends")
-        try:
-            if len(held) == len(locks):
-                self._release_channels()
-        finally:
+            log.error("an aggregator does not return; memory shared with the workers stays until it does")
             for lock in held:
                 lock.release()
+            threading.Thread(target=self._release_channels, name="drumline-release", daemon=True).start()
+            return
+        for lock in reversed(held):
+            lock.release()
+        self._release_channels()
 
     def _release_channels(self) -> None:
-        for reader in self._answers:
-            reader.close()
-        self._answers = []
-        self._calls.close()
-        self._progress.close()
-        for bell in self._bells:
-            bell.close()
-        for waiter in self._worker_waiters:
-            waiter.close()
-        self._segment.close()
+        with self._send_lock, self._table.lock:
+            for reader in self._answers:
+                reader.close()
+            self._answers = []
+            self._calls.close()
+            self._progress.close()
+            for bell in self._bells:
+                bell.close()
+            for waiter in self._worker_waiters:
+                waiter.close()
+            self._segment.close()
 
 
 def preload_of(process: ProcessConfig) -> tuple[str, ...]:

@@ -353,6 +353,7 @@ class ForkServerProcess:
                 self._adopt_strays()
 
     def _tell_exit(self, child: _Child, result: os.waitid_result) -> None:
+        os.close(child.pidfd)
         killed = result.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
         oom = False
         if killed and result.si_status == signal.SIGKILL:
@@ -370,7 +371,6 @@ class ForkServerProcess:
             self._tell(child.owner, message)
         if child.as_client is not None and not child.as_client.gone:
             self._client_gone(child.as_client)
-        os.close(child.pidfd)
 
     def _adopt_strays(self) -> None:
         """Descendants of a child that ended are ours now; they get the grace too."""

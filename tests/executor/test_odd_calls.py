@@ -1,0 +1,140 @@
+"""Texts, timeouts and arguments that nobody would write on purpose: a clear error, and the executor goes on."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from drumline.errors import DrumlineError, FailureReport, RemoteCallError
+from drumline.executor import Executor
+from tests.executor.workers import Plain
+
+LONE = "\ud800"
+
+
+def in_message(worker: Plain) -> None:
+    raise ValueError(f"{LONE} in a message")
+
+
+def in_class_name(worker: Plain) -> None:
+    class OddError(Exception): ...
+
+    OddError.__qualname__ = f"Odd{LONE}"
+    raise OddError
+
+
+def in_cause(worker: Plain) -> None:
+    raise ValueError("plain") from KeyError(LONE)
+
+
+def in_traceback(worker: Plain) -> None:
+    code = compile("raise ValueError('plain')", f"{LONE}.py".encode(errors="backslashreplace").decode(), "exec")
+    exec(code.replace(co_filename=f"{LONE}.py"))
+
+
+def huge(worker: Plain) -> None:
+    raise ValueError("h" * (20 << 20))
+
+
+@pytest.mark.parametrize("function", [in_message, in_class_name, in_cause, in_traceback], ids=lambda f: f.__name__)
+def test_lone_surrogates(executor: Executor, function: Callable[[Plain], None]) -> None:
+    with pytest.raises(RemoteCallError) as caught:
+        executor.collective_rpc(function, timeout=20)
+    assert "d800" in ascii(str(caught.value)) or "UnicodeEncodeError" in str(caught.value)  # Python cannot format it
+    assert len(executor.collective_rpc("echo", timeout=20)) == executor.world_size
+
+
+def test_lone_surrogate_in_the_name_of_a_function(executor: Executor) -> None:
+    def function(worker: Plain) -> None:
+        raise ValueError("plain")
+
+    function.__qualname__ = LONE
+    with pytest.raises(RemoteCallError, match="plain"):
+        executor.collective_rpc(function, timeout=20)
+
+
+def test_a_huge_message_is_cut(executor: Executor) -> None:
+    with pytest.raises(RemoteCallError) as caught:
+        executor.collective_rpc(huge, timeout=60)
+    assert len(str(caught.value)) < 100_000 * (1 + executor.world_size)
+    assert "characters left out" in caught.value.report.message
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e12, 10**400])
+def test_endless_timeouts(executor: Executor, timeout: float) -> None:
+    assert len(executor.collective_rpc("echo", timeout=timeout)) == executor.world_size
+    future = executor.collective_rpc("sleep", (0.05,), non_block=True, timeout=timeout)
+    assert len(future.result(timeout)) == executor.world_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"timeout": math.nan}, "number of seconds"),
+        ({"timeout": "5"}, "number of seconds"),
+        ({"reply_rank": 0.0}, "reply_rank"),
+        ({"reply_rank": False}, "reply_rank"),
+        ({"reply_rank": -1}, "reply_rank"),
+        ({"reply_rank": 255}, "reply_rank"),
+        ({"args": 5}, "args"),
+        ({"args": "ab"}, "args"),
+        ({"kwargs": [1]}, "kwargs"),
+    ],
+)
+def test_arguments_that_are_none(executor: Executor, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        executor.collective_rpc("echo", **arguments)
+    assert len(executor.collective_rpc("echo")) == executor.world_size
+
+
+class Folding:
+    """Calls something while it folds."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act = act
+
+    def aggregate(self, outputs: Sequence[Any], output_rank: int) -> Any:
+        return self.act()
+
+    def failed(self, outputs: Mapping[int, Any], report: FailureReport) -> None: ...
+
+
+def test_an_aggregator_that_calls_its_executor_is_told(executor: Executor) -> None:
+    call = executor.collective_rpc("echo", non_block=True)
+    for act in (lambda: executor.collective_rpc("echo"), lambda: executor.collective_rpc("echo", timeout=1)):
+        with pytest.raises(RuntimeError, match="aggregator"):
+            executor.collective_rpc("echo", aggregators=[Folding(act)], timeout=20)
+    assert len(call.result(20)) == executor.world_size
+    assert len(executor.collective_rpc("echo")) == executor.world_size
+
+
+def test_shutdown_while_an_aggregator_does_not_return(make: Callable[..., Executor], backend: str) -> None:
+    executor = make(backend, 1 if backend == "uni" else 2)
+    entered, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        entered.set()
+        leave.wait(60)
+
+    def call() -> None:
+        try:
+            executor.collective_rpc("echo", aggregators=[Folding(stay)])
+        except DrumlineError:
+            pass
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        assert entered.wait(20)
+        start = time.monotonic()
+        executor.shutdown()
+        assert time.monotonic() - start < 20
+    finally:
+        leave.set()
+        thread.join(20)
+    assert not thread.is_alive()
