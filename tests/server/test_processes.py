@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +21,7 @@ import pytest
 from drumline.errors import ExitCode
 from drumline.server.sockets import bind
 
-from .command import COMPLETION, LONG, Serve, Stream, tiny_folder, wait_for
+from .command import COMPLETION, FLAGS, LONG, Serve, Stream, tiny_folder, wait_for
 
 CHAT = "/v1/chat/completions"
 
@@ -195,3 +201,142 @@ def test_no_such_model(serve: Callable[..., Serve]) -> None:
     assert server.end(10) == ExitCode.USAGE
     assert "/no/such/folder" in server.text
     assert "Traceback" not in server.text
+
+
+# ------------------------------------------------------------------------------------------------ consoles of all kinds
+
+
+class Console:
+    """The command with a pipe as its console, or with what a shell makes of its standard descriptors."""
+
+    def __init__(self, folder: Path, *, full: bool = False, redirect: str = "") -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.read, write = os.pipe()
+        fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+        if full:
+            self.fill()
+        command = [sys.executable, "-m", "drumline.cli.main", "serve", str(folder), *FLAGS, "--port", str(self.port)]
+        self.process = subprocess.Popen(
+            ["/bin/sh", "-c", f'exec "$@" {redirect}', "sh", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=write,
+            stderr=write,
+        )
+        os.close(write)
+
+    def fill(self) -> None:
+        """Nobody reads any more."""
+        fd = os.open(f"/proc/self/fd/{self.read}", os.O_WRONLY | os.O_NONBLOCK)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(fd, b"x")
+        os.close(fd)
+
+    def read_until(self, text: bytes) -> None:
+        seen = b""
+        while text not in seen:
+            data = os.read(self.read, 4096)
+            assert data, seen
+            seen += data
+
+    def close_reader(self) -> None:
+        os.close(self.read)
+        self.read = -1
+
+    def pids(self) -> dict[str, int]:
+        """All processes of the server, once it is ready."""
+        import http.client
+
+        def state() -> Any:
+            assert self.process.poll() is None
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+            try:
+                connection.request("GET", "/startupz")
+                found = json.loads(connection.getresponse().read())
+            except OSError:
+                return None
+            finally:
+                connection.close()
+            return found if found["status"] == "ready" else None
+
+        return {row["name"]: row["pid"] for row in wait_for(state, 60, "ready server")["processes"]}
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+        if self.read >= 0:
+            self.close_reader()
+
+
+@pytest.fixture
+def on_console(tiny: Path) -> Iterator[Callable[..., Console]]:
+    runs: list[Console] = []
+
+    def start(**options: Any) -> Console:
+        runs.append(Console(tiny, **options))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+@pytest.mark.parametrize(("gone", "what"), [(False, "kill"), (False, "SIGTERM"), (False, "two SIGINT"), (True, "kill")])
+def test_a_console_that_nobody_reads_any_more(on_console: Callable[..., Console], gone: bool, what: str) -> None:
+    run = on_console()
+    run.read_until(b"curl http")
+    pids = run.pids()
+    if gone:
+        run.close_reader()
+    else:
+        run.fill()
+    if what == "kill":
+        os.kill(pids["Worker_TP1"], signal.SIGKILL)
+        assert run.process.wait(8) == ExitCode.WORKER_DIED
+    elif what == "SIGTERM":
+        run.process.send_signal(signal.SIGTERM)
+        assert run.process.wait(5) == ExitCode.OK
+    else:
+        os.kill(pids["ForkServer"], signal.SIGSTOP)
+        run.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)  # two signals at once are one
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.wait(2) == ExitCode.INTERRUPTED
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids.values()), 5, "end of all processes")
+
+
+def test_a_console_that_was_never_read(on_console: Callable[..., Console]) -> None:
+    run = on_console(full=True)
+    run.pids()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(5) == ExitCode.OK
+
+
+@pytest.mark.parametrize("redirect", ["<&- >&- 2>&-", ">/dev/full 2>/dev/full"])
+def test_no_console_at_all(on_console: Callable[..., Console], redirect: str) -> None:
+    run = on_console(redirect=redirect)
+    pids = run.pids()
+    if ">&-" in redirect:
+        for number in range(3):
+            assert Path(f"/proc/{pids['APIServer_0']}/fd/{number}").readlink() == Path(os.devnull)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(5) == ExitCode.OK
+
+
+def test_ctrl_c_while_the_command_imports() -> None:
+    script = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "drumline.cli.args":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from drumline.cli.main import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", script, "serve"], capture_output=True, timeout=20, check=False)
+    assert done.returncode == ExitCode.INTERRUPTED
+    assert done.stderr == b""
