@@ -40,6 +40,7 @@ from drumline.errors import ConfigError, FailedError, RequestError
 from drumline.model.resolve import resolve
 from drumline.plan.sampling import SamplingParams
 from drumline.platforms import device_table
+from drumline.processes.logs import console_stream
 from drumline.text.chat import load_chat_template
 from drumline.text.requests import PreparedRequest, Prompt, RequestBuilder, split_prompts
 from drumline.text.results import CompletionOutput, Logprob, OutputAssembler, RequestOutput
@@ -568,6 +569,6 @@ def _rich_bar() -> Any:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[rate]}"),
-        console=Console(stderr=True),
+        console=Console(file=console_stream()),
         auto_refresh=False,
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import TextIO
+
+from drumline.processes.logs import console_stream
 
 Progress = Callable[[str, float], None]
 """Gets what is being done and which part of it is done, 0 .. 1."""
@@ -17,7 +18,7 @@ class ConsoleProgress:
     WIDTH = 30
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+        self._stream = stream or console_stream()
         self._tty = self._stream.isatty()
         self._text = ""
         self._done = True
