@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import cloudpickle
 import msgspec
@@ -40,7 +40,7 @@ from drumline.errors import ConfigError, FailedError, RequestError
 from drumline.model.resolve import resolve
 from drumline.plan.sampling import SamplingParams
 from drumline.platforms import device_table
-from drumline.processes.logs import console_stream
+from drumline.processes.logs import console_shown
 from drumline.text.chat import load_chat_template
 from drumline.text.requests import PreparedRequest, Prompt, RequestBuilder, split_prompts
 from drumline.text.results import CompletionOutput, Logprob, OutputAssembler, RequestOutput
@@ -547,11 +547,11 @@ def _progress(use_tqdm: bool | ProgressBar, prepared: Sequence[PreparedRequest])
         finally:
             bar.close()
     else:
-        with _rich_bar() as drawn:
+        with console_shown() as console, _rich_bar(console) as drawn:
             yield _RichBar(drawn, drawn.add_task("Processed prompts", total=len(prepared), rate=""))
 
 
-def _rich_bar() -> Any:
+def _rich_bar(file: TextIO) -> Any:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -569,6 +569,6 @@ def _rich_bar() -> Any:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[rate]}"),
-        console=Console(file=console_stream()),
+        console=Console(file=file),
         auto_refresh=False,
     )

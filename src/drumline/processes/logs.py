@@ -390,6 +390,17 @@ def _stderr_fd() -> int:
 
 
 @contextlib.contextmanager
+def console_shown() -> Iterator[TextIO]:
+    """:func:`console_stream`, whose descriptor is closed at the end."""
+    stream = console_stream()
+    try:
+        yield stream
+    finally:
+        if stream is not sys.stderr and isinstance(stream, ConsoleStream):
+            stream.close()
+
+
+@contextlib.contextmanager
 def console_as_stderr() -> Iterator[None]:
     """``sys.stderr`` never blocks and never fails in this context. One that somebody has put there stays."""
     before: Any = sys.stderr
