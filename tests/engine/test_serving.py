@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from drumline.engine.client import SyncEngineClient
 from drumline.errors import RemoteCallError, RequestError, RPCTimeoutError
 from tests.model.equality import Tally, compare_greedy
 
@@ -221,3 +223,26 @@ def test_an_idle_engine_sleeps(served: Engine):
     time.sleep(3.0)
     used = [(cpu_ns(pid) - was) / 1e6 for pid, was in zip(pids, before, strict=True)]
     assert max(used) < 3.0, f"ms of CPU in 3 s: {used}"
+
+
+def test_threads_that_wait_at_once_all_get_their_answers(tiny: tuple[Path, Any]):
+    """One drains the socket for the others; none may sleep on while its answer is there."""
+    with SyncEngineClient(config_for(tiny[0], tp=1)) as client:
+        client.start()
+        errors: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                for _ in range(40):
+                    assert client.call("ping", timeout=20.0) == "pong"
+            except BaseException as error:  # noqa: BLE001 (told to the test)
+                errors.append(error)
+
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        began = time.monotonic()
+        for thread in threads:
+            thread.join(60)
+        assert not errors
+        assert time.monotonic() - began < 30

@@ -41,7 +41,10 @@ from drumline.transport import deadline_after
 
 log = logging.getLogger(__name__)
 
-_LONGEST_POLL_S = 86_400.0  # poll takes milliseconds in 32 bits
+_LONGEST_POLL_S = 1.0
+"""Of a thread that waits alone. Nobody waits here while nothing is asked of the engine, so this costs no idle CPU."""
+_SHARED_POLL_S = 0.05
+"""While several threads wait."""
 
 
 class _Client:
@@ -109,6 +112,7 @@ class SyncEngineClient(_Client):
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._outputs: list[RequestOutput] = []
         self._results: dict[int, UtilityResult] = {}
+        self._waiting_threads = 0
         self._waiting_calls: set[int] = set()
         self._closed = False
 
@@ -173,8 +177,22 @@ class SyncEngineClient(_Client):
                 os.eventfd_write(self._wake, 1)
 
     def _wait(self, enough: Callable[[], bool], timeout: float | None) -> bool:
-        """Take in what comes until ``enough()``; False after ``timeout`` seconds."""
-        deadline = deadline_after(timeout)
+        """Take in what comes until ``enough()``; False after ``timeout`` seconds.
+
+        Several threads may be here (one polls, others call). Whoever takes in messages may take another's, and the
+        socket's descriptor tells of them only once; so while there are several, none sleeps long.
+        """
+        with self._lock:
+            self._waiting_threads += 1
+            if self._waiting_threads > 1 and self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+        try:
+            return self._wait_turns(enough, deadline_after(timeout))
+        finally:
+            with self._lock:
+                self._waiting_threads -= 1
+
+    def _wait_turns(self, enough: Callable[[], bool], deadline: float | None) -> bool:
         while True:
             with self._lock:
                 channel = self._ready_channel()
@@ -182,13 +200,14 @@ class SyncEngineClient(_Client):
                 if enough():
                     return True
                 fds = (channel.fd, self._wake)
+                longest = _LONGEST_POLL_S if self._waiting_threads == 1 else _SHARED_POLL_S
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return False
             poller = select.poll()
             for fd in fds:
                 poller.register(fd, select.POLLIN)
-            poller.poll(None if left is None else min(left, _LONGEST_POLL_S) * 1000)  # a death writes to the eventfd
+            poller.poll((longest if left is None else min(left, longest)) * 1000)  # a death writes to the eventfd
             try:
                 os.eventfd_read(fds[1])
             except OSError:
