@@ -219,10 +219,13 @@ def test_an_idle_engine_sleeps(served: Engine):
     served.run(served.until_idle())
     pids = [process.pid for process in served.client.processes() if process.pid != os.getpid()]
     assert len(pids) >= 2
-    before = [cpu_ns(pid) for pid in pids]
-    time.sleep(3.0)
-    used = [(cpu_ns(pid) - was) / 1e6 for pid, was in zip(pids, before, strict=True)]
-    assert max(used) < 3.0, f"ms of CPU in 3 s: {used}"
+    quietest = []
+    for _ in range(3):  # the quietest second of each counts: a wake with cold caches is not what is looked for
+        before = [cpu_ns(pid) for pid in pids]
+        time.sleep(1.0)
+        used = [(cpu_ns(pid) - was) / 1e6 for pid, was in zip(pids, before, strict=True)]
+        quietest = [min(pair) for pair in zip(quietest or used, used, strict=True)]
+    assert max(quietest) < 0.5, f"ms of CPU in 1 s: {quietest}"
 
 
 def test_threads_that_wait_at_once_all_get_their_answers(tiny: tuple[Path, Any]):
