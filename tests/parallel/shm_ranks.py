@@ -196,19 +196,22 @@ def slow(rank: int, size: int, method: str) -> dict[str, Any]:
     return {"cpu_ms": (time.process_time() - used) * 1e3}
 
 
+def _wakes() -> int:
+    """Times that threads of this process went to sleep so far."""
+    lines = [line for task in Path("/proc/self/task").iterdir() for line in (task / "status").read_text().splitlines()]
+    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt_switches"))
+
+
 def idle(rank: int, size: int, method: str) -> dict[str, Any]:
     """Groups that are not used cost nothing."""
     groups = init_groups(Layout(tp=size), rank, method, timeout_s=30)
     groups.tp.barrier()
-    windows = []
-    for _ in range(3):  # the quietest counts: one wake with cold caches on a busy machine is not what is looked for
-        before = time.process_time()
-        time.sleep(0.5)
-        windows.append(time.process_time() - before)
-    used = min(windows)
+    before = _wakes()
+    time.sleep(1.0)
+    wakes = _wakes() - before
     groups.tp.barrier()
     process = psutil.Process()
-    return {"cpu_ms": used * 1e3, "threads": process.num_threads(), "sockets": len(process.net_connections("all"))}
+    return {"wakes": wakes, "threads": process.num_threads(), "sockets": len(process.net_connections("all"))}
 
 
 def few_cores(rank: int, size: int, method: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def test_those_who_wait_sleep(ran: Ran) -> None:
 
 def test_idle_groups_cost_nothing(ran: Ran) -> None:
     for got in ran["idle"]:
-        assert got["cpu_ms"] < 0.5  # of the quietest half second; a thread of gloo takes 1.5 ms in each
+        assert got["wakes"] <= 5  # its own sleep, and a page or a file that it had to wait for; gloo: a hundred
         assert (got["threads"], got["sockets"]) == (1, 0)
 
 
