@@ -9,6 +9,7 @@ import torch
 from drumline.errors import ConfigError
 from drumline.model import spec as specs
 from drumline.model.attention import KVCache
+from drumline.model.forward import ModuleForward
 from drumline.model.loader import load_model
 from drumline.model.runner import ModelRunner
 from drumline.model.sampling import Sampler
@@ -93,7 +94,7 @@ class ModelWorker:
         )
         sampler = Sampler(vocab_shards(self.spec.vocab_size, group.size), group, wants_logprobs=self._is_output_rank)
         self._runner = ModelRunner(
-            self.model,
+            ModuleForward(self.model),
             sampler,
             num_kv_heads=self.spec.heads(group.size)[group.rank_in_group].kv.size,
             max_model_len=self.max_model_len,

@@ -1,0 +1,110 @@
+"""What a rank knows of each slot: known tokens, block table, what to sample with. Rows of numpy arrays.
+
+Plans (``plan.step``) say what changes: slots are freed, started, given blocks; sampled tokens are appended. All ranks
+hold the same state. What a plan could contradict raises RuntimeError, since ranks that disagree answer nonsense.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from drumline.model.sampling import SamplingRows
+from drumline.plan.step import BY_VALUE, SlotStart, ints
+
+Ints = npt.NDArray[np.int32]
+
+
+class SlotTable:
+    """State of all slots of this rank. Arrays grow with the highest slot number that is seen."""
+
+    def __init__(self, max_model_len: int, block_size: int, capacity: int = 64) -> None:
+        self._width = max_model_len + 1  # the last sampled token is never computed, but known
+        self._blocks = -(-max_model_len // block_size)
+        self.tokens = np.zeros((capacity, self._width), dtype=np.int32)
+        self.tables = np.zeros((capacity, self._blocks), dtype=np.int32)
+        self.num_tokens = np.zeros(capacity, dtype=np.int32)
+        self.num_prompt = np.zeros(capacity, dtype=np.int32)
+        self.num_blocks = np.zeros(capacity, dtype=np.int32)
+        self.sampled_by = np.full(capacity, BY_VALUE, dtype=np.int64)
+        """Step that sampled the last token; BY_VALUE if it was given."""
+        self.life = np.zeros(capacity, dtype=np.int64)
+        """Odd while the slot is in use; changes with every start and free."""
+        self.temperature = np.zeros(capacity)
+        self.top_p = np.ones(capacity)
+        self.top_k = np.zeros(capacity, dtype=np.int32)
+        self.seed = np.zeros(capacity, dtype=np.int64)
+        self.logprobs = np.full(capacity, -1, dtype=np.int32)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens that a slot can know."""
+        return self._width
+
+    def start(self, start: SlotStart) -> None:
+        """Fill a slot."""
+        slot, tokens, sampling = start.slot, ints(start.tokens), start.sampling
+        self._reserve(slot)
+        if self.life[slot] % 2:
+            raise RuntimeError(f"slot {slot} is given to request {start.request_id} but still in use")
+        if not 0 < len(tokens) <= self._width:
+            raise RuntimeError(f"request {start.request_id} starts with {len(tokens)} tokens; 1 to {self._width} fit")
+        self.life[slot] += 1
+        self.tokens[slot, : len(tokens)] = tokens
+        self.num_tokens[slot] = len(tokens)
+        self.num_prompt[slot] = start.num_prompt
+        self.num_blocks[slot] = 0
+        self.sampled_by[slot] = BY_VALUE
+        self.temperature[slot] = sampling.temperature
+        self.top_p[slot] = sampling.top_p
+        self.top_k[slot] = max(sampling.top_k, 0)
+        self.seed[slot] = (sampling.seed + (1 << 63)) % (1 << 64) - (1 << 63)  # the same 64 bits, signed
+        self.logprobs[slot] = sampling.logprobs
+
+    def free(self, slots: Ints) -> None:
+        """Empty slots."""
+        self.check(slots)
+        self.life[slots] += 1
+
+    def check(self, slots: Ints) -> None:
+        """RuntimeError if one of these is not in use."""
+        if len(slots) and (slots.max() >= len(self.life) or not (self.life[slots] % 2).all()):
+            raise RuntimeError(f"the plan names slots of {slots.tolist()} that are not in use")
+
+    def append_blocks(self, slots: Ints, counts: Ints, blocks: Ints) -> None:
+        """Append ``counts[row]`` of ``blocks`` to the table of each row's slot."""
+        taken = 0
+        for row in np.flatnonzero(counts):
+            slot, count = slots[row], counts[row]
+            first = self.num_blocks[slot]
+            self.tables[slot, first : first + count] = blocks[taken : taken + count]
+            self.num_blocks[slot] += count
+            taken += count
+        if taken != len(blocks):
+            raise RuntimeError(f"the plan has {len(blocks)} blocks but counts {taken}")
+
+    def append_tokens(self, slots: Ints, tokens: Ints, step: int) -> None:
+        """The tokens that a step sampled."""
+        self.tokens[slots, self.num_tokens[slots]] = tokens
+        self.num_tokens[slots] += 1
+        self.sampled_by[slots] = step
+
+    def sampling_rows(self, slots: Ints) -> SamplingRows:
+        """What these slots ask for, for their next token."""
+        return SamplingRows(
+            temperature=self.temperature[slots],
+            top_p=self.top_p[slots],
+            top_k=self.top_k[slots],
+            seed=self.seed[slots],
+            output_index=(self.num_tokens[slots] - self.num_prompt[slots]).astype(np.int64),
+            logprobs=self.logprobs[slots],
+        )
+
+    def _reserve(self, slot: int) -> None:
+        if slot < len(self.life):
+            return
+        grow = max(slot + 1 - len(self.life), len(self.life))
+        for name, array in vars(self).items():
+            if isinstance(array, np.ndarray):
+                tail = np.zeros((grow, *array.shape[1:]), dtype=array.dtype)
+                setattr(self, name, np.concatenate([array, tail]))
