@@ -341,6 +341,6 @@ def test_what_cannot_work_is_refused_before_any_process(
     def start(*_: Any, **__: Any) -> None:
         raise AssertionError("processes were about to be started")
 
-    monkeypatch.setattr("drumline.llm.SyncEngineClient", start)
+    monkeypatch.setattr("drumline.llm.offline.SyncEngineClient", start)
     with pytest.raises(kind, match=words):
         LLM(model_path, **options)

@@ -17,88 +17,34 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import itertools
 import os
 import pickle
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import cloudpickle
 import msgspec
 
-from drumline.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, ProcessConfig, SchedulerConfig
 from drumline.engine.checks import check_machine, check_model
 from drumline.engine.client import SyncEngineClient
 from drumline.engine.protocol import EngineStats, ProcessState
-from drumline.errors import ConfigError, FailedError, RequestError
+from drumline.errors import FailedError, RequestError
+from drumline.llm.options import eos_token_ids, make_config, tokenizer_loader
+from drumline.llm.progress import Progress, ProgressBar, shown
 from drumline.model.resolve import resolve
 from drumline.plan.sampling import SamplingParams
 from drumline.platforms import device_table
-from drumline.processes.logs import console_shown
 from drumline.text.chat import load_chat_template
 from drumline.text.requests import PreparedRequest, Prompt, RequestBuilder, split_prompts
-from drumline.text.results import CompletionOutput, Logprob, OutputAssembler, RequestOutput
-from drumline.text.tokenizer import Tokenizer, read_eos_token_ids, read_sampling_defaults, tokenizer_file
+from drumline.text.results import OutputAssembler, RequestOutput
+from drumline.text.tokenizer import Tokenizer, read_sampling_defaults
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
-
-_SECTIONS: dict[str, type[Any]] = {
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "process": ProcessConfig,
-    "cache": CacheConfig,
-    "scheduler": SchedulerConfig,
-}
-_FIELDS = {
-    field.name: (section, field.default)
-    for section, kind in _SECTIONS.items()
-    for field in dataclasses.fields(kind)
-    if (section, field.name) != ("model", "path")
-}
-"""Every option: its section of the configuration and its default."""
-_VLLM: dict[str, tuple[Any, ...]] = {
-    "runner": ("auto", "generate"),
-    "convert": ("auto", "none"),
-    "tokenizer_mode": ("auto", "hf"),
-    "tokenizer_revision": (),
-    "quantization": (),
-    "cpu_offload_gb": (0,),
-    "swap_space": (0, 4),
-    "kv_cache_dtype": ("auto",),
-    "compilation_config": (0,),
-    "hf_overrides": ({},),
-    "generation_config": ("auto",),
-    "enable_lora": (False,),
-    "enable_sleep_mode": (False,),
-    "disable_log_stats": (True, False),
-    "max_logprobs": (20,),
-    "logits_processors": ([],),
-    "limit_mm_per_prompt": ({},),
-    "speculative_config": (),
-    "scheduling_policy": ("fcfs",),
-    "attention_backend": (),
-    "hf_token": (),
-}
-"""Options of vLLM's LLM that nothing here has yet, with values that ask for nothing (None always does)."""
-_NOT_BUILT = (
-    "pipeline_parallel_size",
-    "prefill_context_parallel_size",
-    "decode_context_parallel_size",
-    "data_parallel_size",
-    "nnodes",
-    "enable_expert_parallel",
-)
 _LONG = 7 * 86400.0
 """Seconds that stand for "no limit": the engine's death ends such a wait."""
-
-ProgressBar = Callable[..., Any]
-"""Makes a bar as ``tqdm`` does: called with total and desc, has ``update(n)`` and ``close()``."""
 
 
 class LLM:
@@ -155,7 +101,7 @@ class LLM:
         check_model(config)
         self._lock = threading.Lock()
         self._request_ids = itertools.count()
-        load = _tokenizer_loader(config.model)
+        load = tokenizer_loader(config.model)
         client = self._client = SyncEngineClient(config)
         self._finalizer = weakref.finalize(self, _end, client, os.getpid())
         try:
@@ -171,7 +117,7 @@ class LLM:
             self._tokenizer,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
-            eos_token_ids=_eos_token_ids(self._tokenizer, config.model.path),
+            eos_token_ids=eos_token_ids(self._tokenizer, config.model.path),
             sampling_defaults=read_sampling_defaults(config.model.path),
             seed=config.model.seed,
         )
@@ -294,7 +240,7 @@ class LLM:
             for child in request.children
         }
         # One call at a time: poll() gives outputs to whoever asks.
-        with self._lock, _progress(use_tqdm, prepared) as progress:
+        with self._lock, shown(use_tqdm, len(prepared)) as progress:
             try:
                 for request in prepared:
                     for child in request.children:
@@ -305,7 +251,7 @@ class LLM:
                 raise
         return [assembler.result() for assembler in assemblers]
 
-    def _take_in(self, owner: Mapping[str, OutputAssembler], left: int, progress: _Progress) -> None:
+    def _take_in(self, owner: Mapping[str, OutputAssembler], left: int, progress: Progress) -> None:
         while left:
             for output in self._client.poll():
                 assembler = owner.get(output.request_id)  # None: of requests that were aborted
@@ -418,56 +364,6 @@ def _end(client: SyncEngineClient, pid: int) -> None:
         client.shutdown()
 
 
-# ------------------------------------------------------------------------------------------------------------- options
-
-
-def make_config(**options: Any) -> EngineConfig:
-    """The configuration that flat options ask for. TypeError for an unknown one, ConfigError for one not built yet."""
-    given: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
-    platform = options.pop("device", None) or options.pop("platform", None) or "auto"
-    options.pop("platform", None)
-    for name, value in options.items():
-        if name in _VLLM:
-            if value is not None and value not in _VLLM[name]:
-                raise ConfigError(f"{name}={value!r} is not built yet; leave it out")
-            continue
-        if name not in _FIELDS:
-            near = difflib.get_close_matches(name, [*_FIELDS, "platform"], n=1, cutoff=0.5)
-            hint = f". Did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"LLM() got an unexpected keyword argument {name!r}{hint}")
-        section, default = _FIELDS[name]
-        if value is not None or default is None:
-            given[section][name] = _adapted(name, value)
-    asked = [name for name in _NOT_BUILT if options.get(name) not in (None, _FIELDS[name][1])]
-    if asked:
-        raise ConfigError(f"not built yet: {', '.join(asked)}. Today one machine runs tensor_parallel_size=N.")
-    made = {section: kind(**given[section]) for section, kind in _SECTIONS.items()}
-    return EngineConfig(platform=platform, **made)
-
-
-def _adapted(name: str, value: Any) -> Any:
-    """``value`` in the form that the configuration has: names as tuples, paths as texts."""
-    if name in ("served_model_name", "preload"):
-        return (value,) if isinstance(value, str) else tuple(value)
-    return str(value) if isinstance(value, Path) else value
-
-
-def _tokenizer_loader(config: ModelConfig) -> Callable[[], Tokenizer | None]:
-    """What loads the tokenizer. What is wrong most often is found right here."""
-    if config.skip_tokenizer_init:
-        return lambda: None
-    folder = tokenizer_file(config.tokenizer or config.path).parent
-    if config.chat_template:
-        load_chat_template(config.chat_template)
-    return lambda: Tokenizer.from_folder(folder, config.chat_template)
-
-
-def _eos_token_ids(tokenizer: Tokenizer | None, path: str) -> list[int]:
-    """What ends an output: the model's own tokens and the tokenizer's, which may come from another folder."""
-    own = tokenizer.eos_token_ids if tokenizer is not None else ()
-    return list(dict.fromkeys([*own, *read_eos_token_ids(path)]))
-
-
 def _conversations(messages: Any) -> list[Any]:
     """One conversation or several, as several."""
     if isinstance(messages, list | tuple) and messages and all(isinstance(item, list | tuple) for item in messages):
@@ -483,92 +379,3 @@ def _one_for_each(name: str, value: Any, count: int, kind: type[Any]) -> list[An
     if len(value) != count:
         raise RequestError(f"{name} has {len(value)} entries for {count} prompts.", param=name)
     return list(value)
-
-
-# ------------------------------------------------------------------------------------------------------------ progress
-
-
-class _Progress:
-    """Says how many prompts are done and how fast. This one says nothing."""
-
-    def tokens(self, count: int) -> None:
-        """Output tokens came."""
-
-    def one_done(self) -> None:
-        """A prompt has all its outputs."""
-
-
-class _CallersBar(_Progress):
-    """A bar of the caller's, as tqdm's."""
-
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
-
-    def one_done(self) -> None:
-        self._bar.update(1)
-
-
-class _RichBar(_Progress):
-    """Drawn by the thread that waits for the engine: a thread of its own would draw at the price of the GIL."""
-
-    INTERVAL_S = 0.1
-
-    def __init__(self, bar: Any, task: Any) -> None:
-        self._bar = bar
-        self._task = task
-        self._began = self._drawn = time.monotonic()
-        self._tokens = 0
-
-    def tokens(self, count: int) -> None:
-        self._tokens += count
-        now = time.monotonic()
-        if now - self._drawn >= self.INTERVAL_S:
-            self._drawn = now
-            self._show()
-            self._bar.refresh()
-
-    def one_done(self) -> None:
-        self._bar.advance(self._task)
-        self._show()
-
-    def _show(self) -> None:
-        rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
-        self._bar.update(self._task, rate=f"{rate:,.1f} tokens/s")
-
-
-@contextlib.contextmanager
-def _progress(use_tqdm: bool | ProgressBar, prepared: Sequence[PreparedRequest]) -> Iterator[_Progress]:
-    if not use_tqdm or not prepared:
-        yield _Progress()
-    elif callable(use_tqdm):
-        bar = use_tqdm(total=len(prepared), desc="Processed prompts", dynamic_ncols=True)
-        try:
-            yield _CallersBar(bar)
-        finally:
-            bar.close()
-    else:
-        with console_shown() as console, _rich_bar(console) as drawn:
-            yield _RichBar(drawn, drawn.add_task("Processed prompts", total=len(prepared), rate=""))
-
-
-def _rich_bar(file: TextIO) -> Any:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[rate]}"),
-        console=Console(file=file),
-        auto_refresh=False,
-    )
