@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from typing import Any
 
@@ -14,6 +15,17 @@ MIN_TEMPERATURE = 0.01
 
 MAX_N = 16384
 """Most outputs of one prompt."""
+
+
+class RequestOutputKind(enum.Enum):
+    """What each result of a stream (:class:`drumline.AsyncLLM`) has in it. Offline calls give whole results only."""
+
+    CUMULATIVE = 0
+    """The whole output so far."""
+    DELTA = 1
+    """What is new."""
+    FINAL_ONLY = 2
+    """There is one result, at the end."""
 
 
 class _Positional(msgspec.Struct, omit_defaults=True):
@@ -57,6 +69,8 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
     """Leave special tokens out of the text."""
     detokenize: bool = True
     """False: token ids only, no text."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each result of a stream has in it."""
     # Known to vLLM's users, built by a later issue: refused when they differ from their defaults.
     min_p: float = 0.0
     min_tokens: int = 0
@@ -96,6 +110,8 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise _bad(name, f"must be true or false, got {getattr(self, name)!r}")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise _bad("output_kind", f"must be a RequestOutputKind, got {self.output_kind!r}")
         self._check_later()
 
     def _check_counts(self) -> None:
