@@ -101,6 +101,8 @@ class ParallelConfig:
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    pp_layer_partition: tuple[int, ...] = ()
+    """Layers of each pipeline stage; empty: split so that the slowest stage is as fast as can be."""
     prefill_context_parallel_size: int = 1
     decode_context_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -134,9 +136,28 @@ class ParallelConfig:
         _positive(self, ("distributed_timeout_s",))
         if not 0 < self.master_port < 65536:
             raise ConfigError(f"{option('master_port')} must be between 1 and 65535, not {self.master_port}")
+        self._check_partition()
         self._check_decode_context()
         self._check_data_parallel()
         self._check_nodes()
+
+    def _check_partition(self) -> None:
+        """Whether it adds up to the model's layers is known once there is a model (``parallel.shards``)."""
+        given: Any = self.pp_layer_partition
+        stages = self.pipeline_parallel_size
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise ConfigError(
+                f"{option('pp_layer_partition')} must be whole numbers, one for each stage, not {given!r}"
+            )
+        sizes = tuple(given)
+        if not all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in sizes):
+            raise ConfigError(f"{option('pp_layer_partition')} must be whole numbers, each at least 1, not {given!r}")
+        if sizes and len(sizes) != stages:
+            raise ConfigError(
+                f"{option('pp_layer_partition')} {','.join(map(str, sizes))} has {len(sizes)} numbers, but "
+                f"--pipeline-parallel-size is {stages}: give one for each stage"
+            )
+        object.__setattr__(self, "pp_layer_partition", sizes)
 
     def _check_decode_context(self) -> None:
         tp, pcp, dcp = self.tensor_parallel_size, self.prefill_context_parallel_size, self.decode_context_parallel_size

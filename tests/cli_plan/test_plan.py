@@ -175,5 +175,17 @@ def test_shares_of_a_model_folder(tmp_path: Path) -> None:
     assert "has no weights" in text
     dummy = config.with_(model=ModelConfig(model=str(tmp_path), load_format="dummy"))
     assert "refuse" not in plan_text(dummy, devices=CPU)
+    staged = plan_text(
+        dummy.with_(parallel=ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2)), devices=CPU
+    )
+    rows = [line.split() for line in staged.splitlines() if line.endswith(("Worker_PP0_TP1", "Worker_PP1_TP1"))]
+    assert [row[:4] for row in rows if "about" in row] == [
+        ["0", "0..18", "(19)", "embedding"],  # the head weighs as much as eight layers
+        ["1", "19..29", "(11)", "head"],
+    ]
+    given = ParallelConfig(pipeline_parallel_size=3, pp_layer_partition=(10, 10, 9))
+    assert "adds up to 29 layers, but the model has 30" in plan_text(dummy.with_(parallel=given), devices=CPU)
+    too_many = ParallelConfig(pipeline_parallel_size=31)
+    assert "--pipeline-parallel-size 31 is more than" in plan_text(dummy.with_(parallel=too_many), devices=CPU)
     (tmp_path / "config.json").write_text("{}")
     assert "serve would refuse this model: " in plan_text(dummy, devices=CPU)

@@ -41,6 +41,9 @@ def test_defaults_are_fine_and_travel_as_data(kind: type[Any]) -> None:
     [
         (ParallelConfig, "tensor_parallel_size", 0, "--tensor-parallel-size"),
         (ParallelConfig, "pipeline_parallel_size", -1, "--pipeline-parallel-size"),
+        (ParallelConfig, "pp_layer_partition", (1, 2), r"--pp-layer-partition\) 1,2 has 2 numbers"),
+        (ParallelConfig, "pp_layer_partition", (0,), r"each at least 1, not \(0,\)"),
+        (ParallelConfig, "pp_layer_partition", "10", "one for each stage, not '10'"),
         (ParallelConfig, "prefill_context_parallel_size", 0, "--prefill-context-parallel-size"),
         (ParallelConfig, "decode_context_parallel_size", 0, "--decode-context-parallel-size"),
         (ParallelConfig, "decode_context_parallel_size", 2, "must divide --tensor-parallel-size"),

@@ -1,11 +1,21 @@
 from __future__ import annotations
 
+from itertools import combinations, pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drumline.errors import ConfigError
-from drumline.parallel.shards import Range, attention_shards, layer_shards, split, vocab_shards, width_shards
+from drumline.parallel.shards import (
+    Range,
+    attention_shards,
+    layer_partition,
+    pipeline_split,
+    split,
+    vocab_shards,
+    width_shards,
+)
 
 
 def cover(ranges: tuple[Range, ...], total: int) -> bool:
@@ -80,25 +90,53 @@ def test_widths_of_smollm2() -> None:
     assert [part.size for part in vocab_shards(49152, 5)] == [9831, 9831, 9830, 9830, 9830]
 
 
-@given(st.integers(1, 100), st.data())
-def test_layer_shards(layers: int, data: st.DataObject) -> None:
-    pp = data.draw(st.integers(1, layers))
-    ranges = layer_shards(layers, pp)
-    assert cover(ranges, layers)
-    counts = [part.size for part in ranges]
-    assert len(counts) == pp
-    assert max(counts) - min(counts) <= 1
-    assert counts[-1] == min(counts)  # the last stage has the head and the sampler too
+costs = st.one_of(st.integers(1, 20), st.floats(0.1, 10))
+
+
+@given(st.lists(costs, min_size=1, max_size=8), st.integers(0, 30), st.floats(0, 30), st.data())
+def test_pipeline_split_is_the_best_of_all(layers: list[float], first: float, last: float, data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(layers)))
+    ranges = pipeline_split(layers, first, last, stages)
+    assert cover(ranges, len(layers))
+    assert len(ranges) == stages
+    assert all(part.size >= 1 for part in ranges)
+
+    def stage_costs(cuts: tuple[int, ...]) -> list[float]:
+        ends = [0, *cuts, len(layers)]
+        found = [sum(layers[start:stop]) for start, stop in pairwise(ends)]
+        found[0] += first
+        found[-1] += last
+        return found
+
+    every = [stage_costs(cuts) for cuts in combinations(range(1, len(layers)), stages - 1)]
+    mine = stage_costs(tuple(part.stop for part in ranges[:-1]))
+    slowest = min(max(one) for one in every)
+    assert max(mine) <= slowest * (1 + 1e-6)
+    evenest = min(sum(c * c for c in one) for one in every if max(one) <= slowest * (1 + 1e-12))
+    assert sum(c * c for c in mine) <= evenest * (1 + 1e-6)
+
+
+def test_pipeline_split() -> None:
+    assert [part.size for part in pipeline_split([1.0] * 30, 0, 8, 2)] == [19, 11]  # a head that costs 8 layers
+    assert [part.size for part in pipeline_split([1.0] * 5, 0, 0, 2)] == [3, 2]
+    assert [part.size for part in pipeline_split([1.0] * 3, 0, 100, 3)] == [1, 1, 1]
+    assert [part.size for part in pipeline_split([1.0] * 128, 2, 3, 16)][::15] == [7, 5]
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size 6 is more than the model's 5 layers"):
+        pipeline_split([1.0] * 5, 0, 0, 6)
 
 
 def test_layer_partition() -> None:
-    assert layer_shards(30, 4) == ((0, 7), (7, 15), (15, 23), (23, 30))
-    assert layer_shards(5, 2, [1, 4]) == ((0, 1), (1, 5))
-    for partition in ([2, 2], [5, 0], [1, 1, 3]):
-        with pytest.raises(ConfigError, match="--pp-layer-partition"):
-            layer_shards(5, 2, partition)
+    assert layer_partition(5, 2, [1, 4]) == ((0, 1), (1, 5))
+    refused = {
+        (2, 2): "adds up to 4 layers, but the model has 5",
+        (5, 0): "leaves a stage without layers",
+        (1, 1, 3): "has 3 numbers, but --pipeline-parallel-size is 2",
+    }
+    for partition, reason in refused.items():
+        with pytest.raises(ConfigError, match=f"--pp-layer-partition {','.join(map(str, partition))} {reason}"):
+            layer_partition(5, 2, partition)
     with pytest.raises(ConfigError, match="--pipeline-parallel-size 6"):
-        layer_shards(5, 6)
+        layer_partition(5, 6, [1] * 6)
 
 
 def test_ranges() -> None:

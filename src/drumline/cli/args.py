@@ -74,6 +74,11 @@ def size(text: str) -> int:
     return int(float(match[1]) * base ** " kmgt".index(match[2].lower() or " "))
 
 
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them: ``10,10,10``."""
+    return tuple(count(part.strip()) for part in text.split(","))
+
+
 def _flag(names: str, field: str, help: str, parse: Callable[[str], Any] | None = str, **more: Any) -> Flag:
     section, _, name = field.partition(".")
     return Flag(names=tuple(names.split()), section=section, field=name, help=help, parse=parse, **more)
@@ -100,6 +105,7 @@ GROUPS: dict[str, list[Flag]] = {
     "parallel": [
         _flag("--tensor-parallel-size -tp", "parallel.tensor_parallel_size", "ranks per layer", count, metavar="N"),
         _flag("--pipeline-parallel-size -pp", "parallel.pipeline_parallel_size", "stages", count, metavar="N"),
+        _flag("--pp-layer-partition", "parallel.pp_layer_partition", "layers of each stage", counts, metavar="N,N,.."),
         _flag("--data-parallel-size -dp", "parallel.data_parallel_size", "engines", count, metavar="N"),
         _flag("--data-parallel-size-local -dpl", "parallel.data_parallel_size_local", "those here", count, metavar="N"),
         _flag("--data-parallel-rank -dpn", "parallel.data_parallel_rank", "which one this is", count, metavar="N"),

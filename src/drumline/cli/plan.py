@@ -16,7 +16,8 @@ from drumline.config import DeviceTable, EngineConfig, ParallelConfig, ServerCon
 from drumline.engine.checks import check_machine, check_model
 from drumline.errors import ConfigError, ExitCode
 from drumline.model.resolve import check_weights
-from drumline.model.spec import ModelSpec, read_spec
+from drumline.model.spec import DTYPE_BYTES, ModelSpec, kv_spec, read_spec, resolve_dtype
+from drumline.model.stages import stage_layers, stage_weights
 from drumline.parallel.layout import (
     GroupKind,
     Layout,
@@ -26,7 +27,7 @@ from drumline.parallel.layout import (
     node_of,
     worker_places,
 )
-from drumline.parallel.shards import Range, layer_shards, vocab_shards
+from drumline.parallel.shards import Range, vocab_shards
 from drumline.platforms import device_table
 from drumline.processes.titles import DP_COORDINATOR, FORK_SERVER, api_server_name, engine_core_name, worker_name
 from drumline.transport.doorbell import DOORBELL_BYTES
@@ -73,7 +74,7 @@ def plan_text(config: EngineConfig, server: ServerConfig | None = None, devices:
         _ranks(parallel, devices),
         _groups(parallel),
         _queues(config, backend),
-        _shares(config, parallel),
+        _shares(config, devices),
         f"serve would refuse this here: {refused}" if refused else "",
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
@@ -240,14 +241,14 @@ def _queues(config: EngineConfig, backend: object) -> str:
     return f"queues of each engine core: {_bytes(total)} of shared memory, taken as it is touched\n" + _table(table)
 
 
-def _shares(config: EngineConfig, parallel: ParallelConfig) -> str:
+def _shares(config: EngineConfig, devices: DeviceTable) -> str:
     """Shares of the model, if it is a folder of this machine."""
     folder = config.model.path or config.model.model
     if not folder or not Path(folder).is_dir():
         return ""
     refusal = "serve would refuse this model: "
     try:
-        shares = _share_table(read_spec(folder), parallel)
+        shares = _share_table(read_spec(folder), config, devices)
     except ConfigError as error:
         return f"{refusal}{error}"
     try:
@@ -259,17 +260,41 @@ def _shares(config: EngineConfig, parallel: ParallelConfig) -> str:
     return shares
 
 
-def _share_table(spec: ModelSpec, parallel: ParallelConfig) -> str:
-    tp = parallel.tensor_parallel_size
+def _share_table(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) -> str:
+    tp = config.parallel.tensor_parallel_size
     table = [("TP", "query heads", "KV heads", "vocabulary")]
     for rank, (heads, vocab) in enumerate(zip(spec.heads(tp), vocab_shards(spec.vocab_size, tp), strict=True)):
         table.append((str(rank), _range(heads.q), _range(heads.kv), _range(vocab)))
-    stages = layer_shards(spec.num_layers, parallel.pipeline_parallel_size)
-    layers = ", ".join(f"PP{stage} {_range(part)}" for stage, part in enumerate(stages))
     return (
-        f"shares of the model ({spec.architecture}: {spec.num_heads} query and {spec.num_kv_heads} KV heads, "
-        f"vocabulary {spec.vocab_size})\n  layers: {layers}\n" + _table(table)
+        f"shares of the model ({spec.architecture}: {spec.num_layers} layers, {spec.num_heads} query and "
+        f"{spec.num_kv_heads} KV heads, vocabulary {spec.vocab_size})\n{_table(table)}\n"
+        f"{_stage_table(spec, config, devices)}"
     )
+
+
+def _stage_table(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) -> str:
+    """Layers, names and memory of each pipeline stage."""
+    parallel, tp = config.parallel, config.parallel.tensor_parallel_size
+    dtype = resolve_dtype(config.model.dtype, spec, "cpu" if not devices.accelerator else devices.platform)
+    table = [("PP", "layers", "beside them", "weights of a rank", "KV of a token on a rank", "workers")]
+    stages, layout = stage_layers(spec, parallel), Layout.of(parallel)
+    for stage, (layers, weights) in enumerate(zip(stages, stage_weights(spec, parallel), strict=True)):
+        beside = [name for name, has in (("embedding", stage == 0), ("head", stage == len(stages) - 1)) if has]
+        kv = kv_spec(spec, tp_rank=0, tp_size=tp, dtype=dtype, block_size=1, num_layers=layers.size)
+        names = [
+            worker_title(parallel, rank) for rank in range(layout.world_size) if layout.coordinates(rank).pp == stage
+        ]
+        table.append(
+            (
+                str(stage),
+                _range(layers),
+                ", ".join(beside) or "-",
+                f"about {_bytes(weights * DTYPE_BYTES[dtype] // tp)}",
+                f"up to {_bytes(kv.bytes_per_block)}",
+                " ".join(names if len(names) <= 4 else (*names[:2], "...", names[-1])),
+            )
+        )
+    return _table(table)
 
 
 def _range(part: Range) -> str:

@@ -15,6 +15,7 @@ from drumline.config import DeviceTable, EngineConfig, choose_backend
 from drumline.errors import ConfigError
 from drumline.executor.base import Executor
 from drumline.model.spec import read_spec, resolve_max_model_len
+from drumline.model.stages import stage_layers
 from drumline.parallel.shards import width_shards
 
 LARGEST_MP = 255
@@ -50,6 +51,7 @@ def check_model(config: EngineConfig) -> None:
         return
     spec, size = read_spec(config.model.path), config.parallel.tensor_parallel_size
     spec.heads(size)
+    stage_layers(spec, config.parallel)
     width_shards(spec.intermediate_size, size)
     resolve_max_model_len(config.model.max_model_len, spec)
 

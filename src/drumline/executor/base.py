@@ -282,9 +282,9 @@ class Executor(ABC):
 
     @property
     def max_concurrent_batches(self) -> int:
-        """How many plans may be in flight at once."""
+        """How many plans may be in flight at once: one in each pipeline stage, and one more with look-ahead."""
         look_ahead = self.config.scheduler.async_scheduling and self.supports_async_scheduling
-        return max(2 if look_ahead else 1, self.parallel.pipeline_parallel_size)
+        return self.parallel.pipeline_parallel_size + (1 if look_ahead else 0)
 
     # Failure and end.
 

@@ -150,12 +150,15 @@ def resolve_max_model_len(asked: int | None, spec: ModelSpec) -> int:
     return asked
 
 
-def kv_spec(spec: ModelSpec, *, tp_rank: int, tp_size: int, dtype: str, block_size: int) -> KVSpec:
-    """What one block of KV costs on a rank: keys and values of all layers for ``block_size`` tokens."""
+def kv_spec(
+    spec: ModelSpec, *, tp_rank: int, tp_size: int, dtype: str, block_size: int, num_layers: int | None = None
+) -> KVSpec:
+    """What one block of KV costs on a rank: keys and values of its layers (default: all) for ``block_size`` tokens."""
     num_kv_heads = spec.heads(tp_size)[tp_rank].kv.size
-    per_token = 2 * spec.num_layers * num_kv_heads * spec.head_dim * DTYPE_BYTES[dtype]
+    num_layers = spec.num_layers if num_layers is None else num_layers
+    per_token = 2 * num_layers * num_kv_heads * spec.head_dim * DTYPE_BYTES[dtype]
     return KVSpec(
-        num_layers=spec.num_layers,
+        num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=spec.head_dim,
         dtype=dtype,

@@ -18,8 +18,9 @@ query heads of two KV heads with different counts, which no attention kernel tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from drumline.errors import ConfigError
@@ -39,6 +40,10 @@ class Range(NamedTuple):
     def scaled(self, factor: int) -> Range:
         """The range of elements if each unit of this one has ``factor`` of them (heads to rows of a projection)."""
         return Range(self.start * factor, self.stop * factor)
+
+    def shifted(self, offset: int) -> Range:
+        """The range ``offset`` elements further on (a piece of a packed projection)."""
+        return Range(self.start + offset, self.stop + offset)
 
     def as_slice(self) -> slice:
         """For indexing a tensor or a safetensors slice."""
@@ -105,31 +110,70 @@ def vocab_shards(vocab_size: int, tp: int) -> tuple[Range, ...]:
     return width_shards(vocab_size, tp)
 
 
-def layer_shards(num_layers: int, pp: int, partition: Sequence[int] | None = None) -> tuple[Range, ...]:
-    """Layers of each pipeline stage; ``partition`` gives the number of layers of each stage instead of an even split.
+def pipeline_split(
+    layer_costs: Sequence[float], first_extra: float, last_extra: float, stages: int
+) -> tuple[Range, ...]:
+    """Layers of each pipeline stage, so that the slowest stage is as fast as can be; then the others as even as can be.
 
-    What is left over goes to the middle stages, later ones first: the first stage also has the embedding, the last
-    one the head and the sampler.
+    ``layer_costs`` has what each layer costs, ``first_extra`` what the first stage does beside its layers (embedding),
+    ``last_extra`` the last one (head, sampling), all in one unit of the caller's. Every stage has at least one layer.
+    Equally good splits: the one whose first stages are larger. ConfigError if there are more stages than layers.
     """
-    if pp > num_layers:
+    layers = len(layer_costs)
+    _check_stages(layers, stages)
+    sums = [0.0, *accumulate(layer_costs)]
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        extra = (first_extra if stage == 0 else 0.0) + (last_extra if stage == stages - 1 else 0.0)
+        return sums[stop] - sums[start] + extra
+
+    # Two rounds over "the first s stages have the first n layers": the smallest possible largest stage, then, under
+    # that bound (a hair above it, for sums of floats), the smallest sum of squares.
+    largest = _best_splits(layers, stages, lambda best, own: max(best, own), cost)[-1][layers][0]
+    bound = largest * (1 + 1e-9)
+    table = _best_splits(layers, stages, lambda best, own: best + own * own if own <= bound else math.inf, cost)
+    ends = [layers]
+    for stage in range(stages - 1, 0, -1):
+        ends.append(table[stage][ends[-1]][1])
+    ends.append(0)
+    return tuple(Range(start, stop) for start, stop in pairwise(reversed(ends)))
+
+
+def _best_splits(
+    layers: int, stages: int, fold: Callable[[float, float], float], cost: Callable[[int, int, int], float]
+) -> list[list[tuple[float, int]]]:
+    """For each stage and each number of layers up to and with it: the smallest fold of its and former stages' costs,
+    and where the stage starts. Infinite where it cannot be."""
+    never = (math.inf, 0)
+    table = [[never] + [(fold(0.0, cost(0, 0, stop)), 0) for stop in range(1, layers + 1)]]
+    for stage in range(1, stages):
+        before, row = table[-1], [never] * (layers + 1)
+        for stop in range(stage + 1, layers + 1):
+            choices = ((fold(before[start][0], cost(stage, start, stop)), -start) for start in range(stage, stop))
+            value, start = min(choices)
+            row[stop] = (value, -start)
+        table.append(row)
+    return table
+
+
+def layer_partition(num_layers: int, stages: int, sizes: Sequence[int]) -> tuple[Range, ...]:
+    """Layers of each pipeline stage as the user gave their numbers. ConfigError if they do not fit."""
+    _check_stages(num_layers, stages)
+    given = f"--pp-layer-partition {','.join(map(str, sizes))}"
+    if len(sizes) != stages:
         raise ConfigError(
-            f"--pipeline-parallel-size {pp} is more than the model's {num_layers} layers: use at most {num_layers}"
+            f"{given} has {len(sizes)} numbers, but --pipeline-parallel-size is {stages}: give one for each stage"
         )
-    if partition is None:
-        sizes = [num_layers // pp] * pp
-        for stage in _stages_by_spare_time(pp)[: num_layers % pp]:
-            sizes[stage] += 1
-    else:
-        sizes = list(partition)
-        if len(sizes) != pp or sum(sizes) != num_layers or min(sizes) < 1:
-            raise ConfigError(
-                f"--pp-layer-partition {','.join(map(str, sizes))} must have {pp} positive numbers that add up to "
-                f"{num_layers} layers"
-            )
-    ends = [sum(sizes[: stage + 1]) for stage in range(pp)]
-    return tuple(Range(end - size, end) for end, size in zip(ends, sizes, strict=True))
+    if min(sizes) < 1:
+        raise ConfigError(f"{given} leaves a stage without layers: each needs at least one")
+    if sum(sizes) != num_layers:
+        raise ConfigError(f"{given} adds up to {sum(sizes)} layers, but the model has {num_layers}")
+    return tuple(Range(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True))
 
 
-def _stages_by_spare_time(pp: int) -> list[int]:
-    """Stages in the order in which they get a layer more: middle ones from the back, then the first, then the last."""
-    return [*range(pp - 2, 0, -1), 0, *([pp - 1] if pp > 1 else [])]
+def _check_stages(num_layers: int, stages: int) -> None:
+    if stages > num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size {stages} is more than the model's {num_layers} layers, so some stages would "
+            f"have none: use at most {num_layers}"
+        )

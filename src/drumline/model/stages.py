@@ -1,0 +1,47 @@
+"""Which layers each pipeline stage has, and what that weighs: arithmetic on the spec. No torch.
+
+A step of decoding reads every weight of a stage once, so the number of weights is what a layer costs. The head is a
+matrix like any other and costs what it weighs, which for a small model with a large vocabulary is many layers; the
+embedding is looked up, which costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from drumline.config import ParallelConfig
+from drumline.model.spec import ModelSpec
+from drumline.parallel.shards import Range, layer_partition, pipeline_split
+
+
+def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> tuple[Range, ...]:
+    """Layers of each stage: as ``--pp-layer-partition`` says, or so that the slowest stage is as fast as can be.
+
+    ConfigError if there are more stages than layers, or the partition does not fit the model.
+    """
+    stages = parallel.pipeline_parallel_size
+    if parallel.pp_layer_partition:
+        return layer_partition(spec.num_layers, stages, parallel.pp_layer_partition)
+    return pipeline_split([float(layer_weights(spec))] * spec.num_layers, 0.0, float(vocabulary_weights(spec)), stages)
+
+
+def stage_weights(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
+    """Number of weights of each stage, all its TP ranks together (norms and biases left out).
+
+    A tied embedding is on the first stage and once more, as the head, on the last.
+    """
+    stages = stage_layers(spec, parallel)
+    weights = [layers.size * layer_weights(spec) for layers in stages]
+    weights[0] += vocabulary_weights(spec)
+    if not spec.tied or len(stages) > 1:
+        weights[-1] += vocabulary_weights(spec)
+    return tuple(weights)
+
+
+def layer_weights(spec: ModelSpec) -> int:
+    """Weights of one layer's matrices: q, k, v, o, and a gated MLP."""
+    attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    return spec.hidden_size * (attention + 3 * spec.intermediate_size)
+
+
+def vocabulary_weights(spec: ModelSpec) -> int:
+    """Weights of the embedding, and of the head."""
+    return spec.vocab_size * spec.hidden_size
