@@ -20,7 +20,17 @@ from drumline.plan.sampling import SamplingParams
         ("top_k", [-2, 1.5, "3", None]),
         ("seed", ["1", 1.0, 2**64, -(2**63) - 1, True]),
         ("max_tokens", [0, -1, 2.0, "5"]),
-        ("logprobs", [-1, 1.5, "1", False]),
+        ("min_tokens", [-1, 17, 1.5, None]),
+        ("best_of", [0, -1, 1.5, "2", True, 20000]),
+        ("presence_penalty", [-2.1, 2.1, float("nan"), "1", None, True]),
+        ("frequency_penalty", [-2.1, 2.1, float("inf"), "1", None, True]),
+        ("repetition_penalty", [0, -1, float("nan"), float("inf"), "1", None]),
+        ("min_p", [-0.1, 1.1, float("nan"), "0.1", None]),
+        ("logprobs", [-2, 1.5, "1", False]),
+        ("prompt_logprobs", [-2, 1.5, "1", False]),
+        ("logit_bias", [[1], {"a": 1.0}, {-1: 1.0}, {1: "x"}, {1: float("nan")}, {True: 1.0}, {"9" * 11: 1.0}]),
+        ("bad_words", ["word", [""], [1], {"a": 1}, ["a", None]]),
+        ("allowed_token_ids", [[], [-1], ["1"], 5, "12", [2**31]]),
         ("stop", ["", ["a", ""], [1], 5, {"a": 1}]),
         ("stop_token_ids", [[-1], ["1"], [True], 5, "12", [2**31]]),
         ("ignore_eos", [1, None, "yes"]),
@@ -41,16 +51,11 @@ def test_values_that_cannot_work(name: str, values: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "off"),
     [
-        ("min_p", 0.1, 0),
-        ("min_tokens", 1, 0),
-        ("presence_penalty", 0.5, 0),
-        ("frequency_penalty", -0.5, 0),
-        ("repetition_penalty", 1.1, 1),
-        ("prompt_logprobs", 1, None),
-        ("logit_bias", {1: 2.0}, {}),
-        ("bad_words", ["x"], []),
-        ("allowed_token_ids", [1], None),
         ("spaces_between_special_tokens", False, True),
+        ("logprob_token_ids", [1], []),
+        ("flat_logprobs", True, False),
+        ("structured_outputs", {"regex": "a"}, None),
+        ("thinking_token_budget", 5, None),
     ],
 )
 def test_what_comes_later(name: str, value: Any, off: Any) -> None:
@@ -65,16 +70,37 @@ def test_one_form() -> None:
     assert params.stop == params.stop_strings == ["x"]
     assert params.stop_token_ids == [3, 1]
     assert (params.logprobs, params.seed, params.top_k) == (1, None, 0)
-    assert SamplingParams().stop == []
+    assert SamplingParams().stop == SamplingParams().bad_words == []
+    params = SamplingParams(
+        prompt_logprobs=True,
+        logit_bias={"7": 1, 8: -2.5},
+        bad_words=["x", "y", "x"],
+        allowed_token_ids=(4, 3, 4),
+        presence_penalty=1,
+        min_p=0,
+    )
+    assert (params.prompt_logprobs, params.logit_bias) == (1, {7: 1.0, 8: -2.5})
+    assert (params.bad_words, params.allowed_token_ids) == (["x", "y"], [4, 3])
+    assert isinstance(params.presence_penalty, float)
+    assert isinstance(params.min_p, float)
+    assert SamplingParams(logprobs=-1, prompt_logprobs=-1).logprobs == -1
 
 
 def test_greedy() -> None:
-    params = SamplingParams(temperature=0, top_p=0.5, top_k=7)
+    params = SamplingParams(temperature=0, top_p=0.5, top_k=7, min_p=0.5, presence_penalty=0.5)
     assert params.greedy
-    assert (params.top_p, params.top_k) == (1.0, 0)
+    assert (params.top_p, params.top_k, params.min_p, params.presence_penalty) == (1.0, 0, 0.0, 0.5)
     assert SamplingParams(temperature=1e-9).temperature == 0.01
     with pytest.raises(RequestError, match="n must be 1 with temperature 0"):
         SamplingParams(temperature=0, n=2)
+    with pytest.raises(RequestError, match="best_of must be 1 with temperature 0"):
+        SamplingParams(temperature=0, best_of=2)
+
+
+def test_best_of() -> None:
+    assert SamplingParams(n=2, best_of=3).best_of == 3
+    with pytest.raises(RequestError, match=r"best_of must be at least n \(3\), got 2"):
+        SamplingParams(n=3, best_of=2)
 
 
 def test_stop_strings_need_text() -> None:
@@ -88,7 +114,7 @@ def test_unknown_name() -> None:
 
 
 def test_travels() -> None:
-    params = SamplingParams(n=2, stop=["x"], seed=2**64 - 1, logprobs=3)
+    params = SamplingParams(n=2, stop=["x"], seed=2**64 - 1, logprobs=3, logit_bias={5: 1.5}, allowed_token_ids=[5])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
     copy = params.clone()
     copy.n = 5
@@ -98,8 +124,7 @@ def test_travels() -> None:
 def test_the_first_five_may_come_without_their_names() -> None:
     params = SamplingParams(2, 0.0, 0.0, 1.0, 0.5)
     assert (params.n, params.temperature, params.top_p) == (2, 0.5, 1.0)
-    with pytest.raises(RequestError, match="presence_penalty is not supported yet"):
-        SamplingParams(1, 0.5)
+    assert SamplingParams(1, 0.5, -0.5, 1.1).repetition_penalty == 1.1
     with pytest.raises(TypeError, match="positional"):
         SamplingParams(1, 0.0, 0.0, 1.0, 0.5, 0.9)  # type: ignore[call-arg,misc]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params

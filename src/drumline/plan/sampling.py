@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -34,8 +35,11 @@ class _Positional(msgspec.Struct, omit_defaults=True):
     n: int = 1
     """Number of outputs of one prompt."""
     presence_penalty: float = 0.0
+    """Taken off the logit of each token that is in the output so far; in [-2, 2]."""
     frequency_penalty: float = 0.0
+    """Taken off the logit of a token for each time that it is in the output so far; in [-2, 2]."""
     repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the output; over 0."""
     temperature: float = 1.0
     """0: greedy. At most 2."""
 
@@ -44,18 +48,24 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
     """How the tokens of one request are chosen and when they end.
 
     Raises :class:`RequestError` (a ValueError) that names the parameter if a value cannot work. Values are brought
-    into one form: ``stop`` and ``stop_token_ids`` are lists afterwards, ``logprobs=True`` is 1, ``seed=-1`` is None,
-    ``top_k=-1`` is 0, and with temperature 0 ``top_p`` and ``top_k`` are off.
+    into one form: ``stop``, ``stop_token_ids`` and ``bad_words`` are lists afterwards, ``logprobs=True`` is 1, ``seed=-1`` is None,
+    ``top_k=-1`` is 0, and with temperature 0 ``top_p``, ``top_k`` and ``min_p`` are off (penalties, biases and bans are not).
     """
 
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose probabilities sum up to this; in (0, 1]."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 or -1: all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one's probability; in [0, 1]."""
     seed: int | None = None
     """Same seed, same tokens, whatever the TP size, preemption or batch. None: drawn when the request arrives."""
     max_tokens: int | None = 16
     """None: as many as fit."""
+    min_tokens: int = 0
+    """Until the output has so many tokens, tokens that end it are not chosen and ``stop`` texts are not looked for."""
+    best_of: int | None = None
+    """Make so many outputs and give the ``n`` whose tokens have the highest mean log-probability; None: ``n``."""
     stop: list[str] | str | None = None
     """Texts that end the output; they are not part of it unless ``include_stop_str_in_output``."""
     stop_token_ids: list[int] | None = None
@@ -64,7 +74,15 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
     """Go on after the end-of-sequence token."""
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
-    """How many of the most likely tokens to report for each output token, beside the sampled one."""
+    """How many of the most likely tokens to report for each output token, beside the sampled one; -1: all."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first. Such a request reads no cached prefix."""
+    logit_bias: dict[int, float] | None = None
+    """Token id: what is added to its logit."""
+    bad_words: list[str] | None = None
+    """Texts that must not be generated: the last token of each is not chosen where it would complete it."""
+    allowed_token_ids: list[int] | None = None
+    """Choose only among these."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True
@@ -72,12 +90,6 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What each result of a stream has in it."""
     # Known to vLLM's users, built by a later issue: refused when they differ from their defaults.
-    min_p: float = 0.0
-    min_tokens: int = 0
-    prompt_logprobs: int | None = None
-    logit_bias: dict[int, float] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
     spaces_between_special_tokens: bool = True
     logprob_token_ids: list[int] | None = None
     flat_logprobs: bool = False
@@ -105,7 +117,9 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
     def check(self) -> None:
         """Bring values into one form; raise :class:`RequestError` if a value cannot work."""
         self._check_counts()
+        self._check_penalties()
         self._check_distribution()
+        self._check_tokens()
         self._check_stops()
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
@@ -116,16 +130,35 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
 
     def _check_counts(self) -> None:
         _integer("n", self.n, least=1, most=MAX_N)
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, least=1, most=MAX_N)
+            if self.best_of < self.n:
+                raise _bad("best_of", f"must be at least n ({self.n}), got {self.best_of}")
+        _integer("min_tokens", self.min_tokens, least=0)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, least=1)
-        if self.logprobs is True:
-            self.logprobs = 1
-        elif self.logprobs is not None:
-            _integer("logprobs", self.logprobs, least=0)
+            if self.min_tokens > self.max_tokens:
+                raise _bad("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:
+                setattr(self, name, 1)
+            elif getattr(self, name) is not None:
+                _integer(name, getattr(self, name), least=-1)
         if self.seed is not None:
             _integer("seed", self.seed, least=-(2**63), most=2**64 - 1)
             if self.seed == -1:
                 self.seed = None
+
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = _number(name, getattr(self, name))
+            if not -2.0 <= value <= 2.0:
+                raise _bad(name, f"must be in [-2, 2], got {value}")
+            setattr(self, name, value)
+        value = _number("repetition_penalty", self.repetition_penalty)
+        if value <= 0:
+            raise _bad("repetition_penalty", f"must be over 0, got {value}")
+        self.repetition_penalty = value
 
     def _check_distribution(self) -> None:
         temperature = _number("temperature", self.temperature)
@@ -134,13 +167,32 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
         if not 0.0 < _number("top_p", self.top_p) <= 1.0:
             raise _bad("top_p", f"must be in (0, 1], got {self.top_p}")
         _integer("top_k", self.top_k, least=-1)
+        if not 0.0 <= _number("min_p", self.min_p) <= 1.0:
+            raise _bad("min_p", f"must be in [0, 1], got {self.min_p}")
+        self.min_p = float(self.min_p)
         self.temperature = max(temperature, MIN_TEMPERATURE) if temperature > 0 else 0.0
         self.top_p = float(self.top_p)
         self.top_k = max(self.top_k, 0)
         if self.greedy:
-            if self.n > 1:
-                raise _bad("n", f"must be 1 with temperature 0 (all outputs would be the same), got {self.n}")
-            self.top_p, self.top_k = 1.0, 0
+            for name in ("n", "best_of"):
+                if (getattr(self, name) or 1) > 1:
+                    problem = f"must be 1 with temperature 0 (all outputs would be the same), got {getattr(self, name)}"
+                    raise _bad(name, problem)
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+
+    def _check_tokens(self) -> None:
+        if self.logit_bias is not None:
+            self.logit_bias = _biases(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not self.allowed_token_ids:
+                raise _bad("allowed_token_ids", "cannot be empty: no token could be chosen")
+        words = self.bad_words
+        if words is not None and not (isinstance(words, list | tuple) and all(isinstance(w, str) for w in words)):
+            raise _bad("bad_words", f"must be a list of texts, got {words!r}")
+        self.bad_words = list(dict.fromkeys(words or ()))
+        if not all(self.bad_words):
+            raise _bad("bad_words", "cannot have an empty text in it")
 
     def _check_stops(self) -> None:
         if isinstance(self.stop, str):
@@ -154,11 +206,7 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
             raise _bad("stop", "cannot have an empty text in it")
         if self.stop and not self.detokenize:
             raise _bad("stop", "needs detokenize=True, since stop texts are looked for in the text")
-        if self.stop_token_ids is not None and not isinstance(self.stop_token_ids, list | tuple):
-            raise _bad("stop_token_ids", f"must be a list of integers, got {self.stop_token_ids!r}")
-        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or ()))
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, least=0, most=2**31 - 1)
+        self.stop_token_ids = [] if self.stop_token_ids is None else _token_ids("stop_token_ids", self.stop_token_ids)
 
     def _check_later(self) -> None:
         for name in _LATER:
@@ -169,15 +217,6 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
 
 
 _LATER = (
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "prompt_logprobs",
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
     "spaces_between_special_tokens",
     "logprob_token_ids",
     "flat_logprobs",
@@ -190,6 +229,27 @@ _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Sampl
 
 def _bad(name: str, problem: str) -> RequestError:
     return RequestError(f"{name} {problem}.", param=name)
+
+
+def _token_ids(name: str, ids: Any) -> list[int]:
+    """Without repetitions; whether they are in the vocabulary is checked where that is known."""
+    if not isinstance(ids, list | tuple):
+        raise _bad(name, f"must be a list of integers, got {ids!r}")
+    for token in ids:
+        _integer(name, token, least=0, most=2**31 - 1)
+    return list(dict.fromkeys(ids))
+
+
+def _biases(biases: Any) -> dict[int, float]:
+    """Keys may be texts, as JSON has no others."""
+    if not isinstance(biases, Mapping):
+        raise _bad("logit_bias", f"must map token ids to numbers, got {biases!r}")
+    found = {}
+    for key, value in biases.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key
+        _integer("logit_bias", token, least=0, most=2**31 - 1)
+        found[token] = _number("logit_bias", value)
+    return found
 
 
 def _integer(name: str, value: Any, *, least: int, most: int | None = None) -> None:
@@ -213,7 +273,7 @@ def _number(name: str, value: Any) -> float:
 
 
 class SlotSampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a worker needs to know to sample for one slot."""
+    """What a worker needs to know to sample for one slot. All token ids are in the vocabulary."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -222,3 +282,20 @@ class SlotSampling(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """64-bit seed, already resolved."""
     logprobs: int = -1
     """Number of top log-probabilities to report; -1: none."""
+    prompt_logprobs: int = -1
+    """The same for each token of the prompt; -1: none."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias_ids: tuple[int, ...] = ()
+    """Tokens whose logits are biased, each once."""
+    bias_values: tuple[float, ...] = ()
+    """What is added to them."""
+    allowed_ids: tuple[int, ...] = ()
+    """The only tokens that may be chosen; empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences whose last token is not chosen where the output ends with the others."""
+    min_tokens: int = 0
+    """Length of the output from which on ``end_ids`` may be chosen."""
+    end_ids: tuple[int, ...] = ()
