@@ -139,5 +139,6 @@ def make_scheduler(config: EngineConfig, spec: ModelSpec, capacity: Capacity, ma
         max_model_len=max_model_len,
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
         vocab_size=spec.vocab_size,
+        num_micro_batches=config.parallel.pipeline_parallel_size,
     )
     return Scheduler(limits, pool)

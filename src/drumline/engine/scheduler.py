@@ -25,6 +25,13 @@ it is discarded; its slot and blocks are given away in a later plan, and all ran
 what it wrote. What cannot go wrong: ``known + pending`` bounds everything, so no plan goes past max_tokens or
 max_model_len. A preempted request takes the tokens that are still to come, and is let in again only after them.
 
+**Micro-batches.** With several pipeline stages the first one needs a sampled token that the last one has not made yet.
+A row whose input token is still pending may therefore be in plan n only if plan n - num_micro_batches, or an earlier
+one, samples it; a row whose input is known is free to go at once, so chunks of one prompt follow each other plan by
+plan. To keep all stages busy, decoding requests are dealt out: one plan takes at most their number divided by
+num_micro_batches, rounded up, those first that have waited longest since their last token. With nothing in flight
+nothing is pending, so somebody can always go on.
+
 **Prefix cache.** A block is made known when an issued plan computes all of its tokens and these are known: plans run in
 order, so whoever shares it in a later plan reads what an earlier one wrote. Within one plan too, because each layer
 writes the keys and values of the whole batch before any row reads (see ``plan.step``). At least one token of a
@@ -58,10 +65,12 @@ class Limits:
     enable_chunked_prefill: bool = True
     vocab_size: int = 0
     """Token ids of a prompt must be below this; 0: not checked."""
+    num_micro_batches: int = 1
+    """Pipeline stages, which work on as many plans at the same time."""
 
     def check(self) -> None:
         """Raise ValueError if no request, or not one of max_model_len, could ever be served."""
-        if min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len) < 1:
+        if min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.num_micro_batches) < 1:
             raise ValueError(f"every limit must be at least 1: {self}")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ValueError(
@@ -243,6 +252,8 @@ class Scheduler:
         """The next plan, or None if nothing can be computed before another output, or another request, comes."""
         rows = _Rows(budget=self.limits.max_num_batched_tokens)
         preempted = self._schedule_running(rows)
+        if preempted and not rows.rows:  # a micro-batch of one gave up its own blocks; somebody else can use them
+            return self.schedule()
         if not preempted:
             self._schedule_waiting(rows)
         if not rows.rows:
@@ -256,12 +267,15 @@ class Scheduler:
     def _schedule_running(self, rows: _Rows) -> bool:
         """Rows for running requests, oldest first. True if one was preempted."""
         pool, size, running = self.pool, self.pool.block_size, self._running
+        turn = running if self.limits.num_micro_batches == 1 else self._micro_batch()
         preempted = False
         index = 0
-        while index < len(running) and rows.budget > 0:
-            request = running[index]
+        while index < len(turn) and rows.budget > 0:
+            request = turn[index]
             index += 1
             if len(request.tokens) + request.pending >= request.max_length:  # its last token is on the way
+                continue
+            if request.slot < 0:  # preempted just now
                 continue
             if request.num_computed < len(request.blocks) * size:
                 self._add_row(rows, request, [])
@@ -274,6 +288,20 @@ class Scheduler:
                     return True
             self._add_row(rows, request, pool.allocate(1))
         return preempted
+
+    def _micro_batch(self) -> list[Request]:
+        """Running requests whose turn it is, oldest first: see "Micro-batches" above."""
+        batches = self.limits.num_micro_batches
+        latest = self._step - batches
+        decoding, prefilling = [], []
+        for request in self._running:
+            if request.length < request.max_length:
+                (decoding if request.num_computed + 1 >= request.length else prefilling).append(request)
+        share = -(-len(decoding) // batches)
+        able = [request for request in decoding if not request.pending or request.last_step <= latest]
+        if len(able) > share:
+            able = sorted(able, key=lambda request: request.last_step)[:share]
+        return sorted(able + prefilling, key=lambda request: request.number)
 
     def _schedule_waiting(self, rows: _Rows) -> None:
         """Let waiting requests in, oldest first, and give them rows."""
