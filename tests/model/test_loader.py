@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from drumline.errors import ConfigError
 from drumline.model import loader
-from drumline.model.loader import DummyWeights, Part, SafetensorsWeights, load_model
+from drumline.model.loader import load_model
 from drumline.model.spec import read_spec
+from drumline.model.weights import DummyWeights, Part, SafetensorsWeights
 from drumline.parallel.shards import Range
 from tests.model.tiny import make_tiny
 
@@ -140,11 +141,11 @@ def test_checkpoints_that_do_not_fit(tmp_path: Path) -> None:
 def test_dummy_parts_are_parts_of_one_tensor() -> None:
     source = DummyWeights(3)
     whole = source.read("a.weight", (40, 30), None)
-    rows = source.read("a.weight", (9, 30), Part((40, 30), 0, Range(11, 20)))
-    columns = source.read("a.weight", (40, 7), Part((40, 30), 1, Range(5, 12)))
+    rows = source.read("a.weight", (9, 30), Part((40, 30), 0, (Range(11, 20),)))
+    columns = source.read("a.weight", (40, 7), Part((40, 30), 1, (Range(5, 12),)))
     assert rows.equal(whole[11:20])
     assert columns.equal(whole[:, 5:12])
-    assert source.read("a.bias", (4,), Part((40,), 0, Range(6, 10))).equal(source.read("a.bias", (40,), None)[6:10])
+    assert source.read("a.bias", (4,), Part((40,), 0, (Range(6, 10),))).equal(source.read("a.bias", (40,), None)[6:10])
     assert not whole.equal(source.read("b.weight", (40, 30), None))
     assert not whole.equal(DummyWeights(4).read("a.weight", (40, 30), None))
     assert len(torch.unique(source.read("embed", (150_000, 2), None), dim=0)) == 150_000

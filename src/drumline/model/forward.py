@@ -1,4 +1,4 @@
-"""The forward of a step on one rank: ids and positions in, logits out.
+"""The forward of a step on one rank: ids and positions in, logits out; on a pipeline stage hidden states too.
 
 :class:`ModuleForward` runs the transformers module as it is. It serves every architecture, and is what faster ways to
 run the same weights are compared with.
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from drumline.model.attention import AttentionBatch
+from drumline.model.slices import slice_of
 
 
 class Forward(Protocol):
@@ -21,27 +22,27 @@ class Forward(Protocol):
     ) -> torch.Tensor:
         """[len(keep), this rank's part of the vocabulary] float32 logits for the tokens at the places ``keep`` [S].
 
-        ``ids`` and ``positions`` [T] int64: the rows of the step, packed.
+        ``ids`` and ``positions`` [T] int64: the rows of the step, packed. A pipeline stage after the first gets hidden
+        states [T, H] in the model's type in place of ``ids``; one before the last ignores ``keep`` and gives hidden
+        states [T, H].
         """
 
 
 class ModuleForward:
-    """Runs a model of transformers."""
+    """Runs a model of transformers, whole or a stage of it (``slices``)."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._part = slice_of(model)
 
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, keep: torch.Tensor
     ) -> torch.Tensor:
         """See :class:`Forward`."""
-        output = self._model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=keep,
-            ctx=batch,
-            return_dict=True,
-        )
-        logits: torch.Tensor = output.logits[0].float()
+        inputs = {"input_ids" if self._part.first else "inputs_embeds": ids[None]}
+        common = {"position_ids": positions[None], "use_cache": False, "ctx": batch, "return_dict": True}
+        if not self._part.last:
+            hidden: torch.Tensor = self._model.base_model(**inputs, **common).last_hidden_state[0]
+            return hidden
+        logits: torch.Tensor = self._model(**inputs, **common, logits_to_keep=keep).logits[0].float()
         return logits

@@ -1,12 +1,18 @@
 """Build a transformers model that holds only this rank's share, and fill it from safetensors.
 
-1. The model class is built on the meta device (shapes, no memory).
+1. The model class is built on the meta device (shapes, no memory); layers of other pipeline stages are taken out
+   (``slices``).
 2. The model's own tensor-parallel plan (``base_model_tp_plan`` of its configuration, ``_tp_plan`` of its class) says
-   which linears are split by rows or columns; ``parallel.shards`` says where. Column-parallel linears just become
-   smaller. Row-parallel ones become :class:`RowParallelLinear` (all-reduce, then bias). Embedding and head are split by
-   vocabulary, whatever the plan says, so that no rank holds a whole one; the head's logits stay split (``sampling``).
+   which linears are split by rows or columns; ``parallel.shards`` and the linear's name say where. Column-parallel
+   linears just become smaller. Row-parallel ones become :class:`RowParallelLinear` (all-reduce, then bias). Packed
+   linears (Phi-3's query, key and value in one) become smaller in each of their pieces. A norm over the width of all
+   heads (OLMo 2) becomes :class:`SplitRMSNorm`. Embedding and head are split by vocabulary, whatever the plan says, so
+   that no rank holds a whole one; the head's logits stay split (``sampling``).
 3. Each parameter is read by ``safe_open(...).get_slice(name)[range]``: a tensor that is to be split is not read whole.
 4. Buffers that are not in checkpoints (rotary frequencies) are made by building their module anew.
+
+Plans of transformers gather the output of some linears (packed ones; OLMo 2's, for its norms), since its own tensor
+parallelism cuts without knowing of heads. Here cuts are between heads, so these linears are split like any other.
 
 Rejected: transformers' own tensor parallelism (cannot split heads unevenly, DTensors swapped in each call), forward
 hooks (a hook cannot add the bias after the sum).
@@ -14,94 +20,32 @@ hooks (a hook cannot add the bias after the sum).
 
 from __future__ import annotations
 
+import copy
 import importlib
-import json
 import re
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.nn import functional
 
 from drumline.errors import ConfigError, UnsupportedModelError
 from drumline.model import attention
+from drumline.model.layers import RowParallelLinear, SplitRMSNorm, TPGroup, VocabParallelEmbedding
+from drumline.model.slices import Slice, checkpoint_name, cut
 from drumline.model.spec import ModelSpec
+from drumline.model.weights import DummyWeights, Part, SafetensorsWeights, WeightSource
 from drumline.parallel.shards import Range, vocab_shards, width_shards
 
 Progress = Callable[[float], None]
 """Gets the part that is done, 0 .. 1."""
 
 _COLUMN_STYLES = frozenset({"colwise", "colwise_rep", "colwise_gather_output"})
-_ROW_STYLES = frozenset({"rowwise", "rowwise_rep"})
+_ROW_STYLES = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input"})
+_WHOLE_STYLES = frozenset({"replicated_with_grad_allreduce"})
 _WIDTH_MULTIPLE = 16
 """MLP ranges begin at whole cache lines of float32."""
-
-_FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-
-class TPGroup(Protocol):
-    """What parallel layers need of the tensor-parallel group (``parallel.groups.GroupCoordinator``)."""
-
-    @property
-    def size(self) -> int:
-        """Number of members."""
-
-    @property
-    def rank_in_group(self) -> int:
-        """Place of this rank."""
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over all members, in place."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """This rank's part of a tensor: ``range`` of dimension ``dim`` of the ``full`` shape."""
-
-    full: tuple[int, ...]
-    dim: int
-    range: Range
-
-    def index(self) -> tuple[slice, ...]:
-        """Index of the part in the whole."""
-        return tuple(self.range.as_slice() if dim == self.dim else slice(None) for dim in range(len(self.full)))
-
-
-class RowParallelLinear(nn.Module):
-    """A linear whose input features are split over the group; the sum and the whole bias are on every rank."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, group: TPGroup) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device="meta"))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device="meta")) if bias else None
-        self._group = group
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., this rank's features] to [..., out_features]."""
-        out = self._group.all_reduce(functional.linear(x, self.weight))
-        return out if self.bias is None else out + self.bias
-
-
-class VocabParallelEmbedding(nn.Module):
-    """An embedding of which each rank holds the rows of its vocabulary range."""
-
-    def __init__(self, ids: Range, dim: int, dtype: torch.dtype, group: TPGroup) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(ids.size, dim, dtype=dtype, device="meta"))
-        self._ids = ids
-        self._group = group
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[...] ids to [..., dim]."""
-        local = input_ids - self._ids.start
-        outside = (local < 0) | (local >= self._ids.size)
-        rows = functional.embedding(local.masked_fill(outside, 0), self.weight)
-        return self._group.all_reduce(rows.masked_fill(outside.unsqueeze(-1), 0))
 
 
 def load_model(
@@ -111,30 +55,39 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     group: TPGroup,
+    layers: Range | None = None,
+    max_model_len: int | None = None,
     load_format: str = "auto",
     seed: int = 0,
     progress: Progress = lambda done: None,
 ) -> nn.Module:
     """The model of ``folder`` with this rank's share of the weights, in eval mode, on ``device``.
 
+    ``layers``: only these layers of the whole model, as a pipeline stage; which module that is: ``slices``. Ask
+    ``slices.slice_of(model)``; ``forward.ModuleForward`` runs each.
+    ``max_model_len``: the longest sequence that will be served, which decides between the frequencies of a rotary
+    embedding that has two sets (None: as long as the model was made for).
     ``load_format`` ``dummy`` makes weights that are a pure function of (seed, parameter name, full shape), so every
-    TP size has the same model. Raises ConfigError if the checkpoint does not fit the configuration.
+    TP size and every stage is of the same model. Raises ConfigError if the checkpoint does not fit the configuration.
     """
     attention.register()
+    part = Slice.of(layers, spec.num_layers)
     model = _build(spec, folder, dtype)
-    parts = _split(model, spec, dtype, group)
-    if spec.tied:
+    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    cut(model, part)
+    parts = _split(model, spec, part, dtype, group)
+    tie_here = spec.tied and part.first and part.last
+    if tie_here:
         _tie(model)
-    wanted = {name: parts.get(name) for name, _ in model.named_parameters()}
-    if load_format == "dummy":
-        source: WeightSource = DummyWeights(seed)
-    else:
-        source = SafetensorsWeights(Path(folder))
-    source.check(list(wanted), f"{folder}")
-    _fill(model, wanted, source, dtype, device, progress)
-    if spec.tied:
+    names = {name: checkpoint_name(name, part) for name, _ in model.named_parameters()}
+    if spec.tied and not part.first:
+        names |= {name: f"{embedding}.weight" for name in names if name.startswith("lm_head.")}
+    source: WeightSource = DummyWeights(seed) if load_format == "dummy" else SafetensorsWeights(Path(folder))
+    source.check(list(names.values()), f"{folder}")
+    _fill(model, names, parts, source, dtype, device, progress)
+    if tie_here:
         _tie(model)
-    _rebuild_buffers(model, device)
+    _rebuild_buffers(model, device, max_model_len or spec.max_positions)
     loaded: nn.Module = model.eval().requires_grad_(False)
     return loaded
 
@@ -145,11 +98,16 @@ def vocab_range(spec: ModelSpec, group: TPGroup) -> Range:
 
 
 def _build(spec: ModelSpec, folder: str | Path, dtype: torch.dtype) -> Any:
-    modeling = importlib.import_module(f"transformers.models.{spec.model_type}.modeling_{spec.model_type}")
+    modeling = importlib.import_module(spec.modeling_module)
     model_class = getattr(modeling, spec.architecture)
     config = model_class.config_class.from_pretrained(str(folder), local_files_only=True)
     with torch.device("meta"):
         return model_class._from_config(config, attn_implementation=attention.NAME, dtype=dtype)
+
+
+def _tie(model: Any) -> None:
+    """Head and embedding are one tensor (both split by the same vocabulary ranges)."""
+    model.get_output_embeddings().weight = model.get_input_embeddings().weight
 
 
 # --- parallel layers -------------------------------------------------------------------------------------------------
@@ -163,7 +121,7 @@ def tp_plan(model: Any) -> dict[str, str]:
     return {f"{prefix}.{name}": style for name, style in base.items()} | dict(own)
 
 
-def _split(model: Any, spec: ModelSpec, dtype: torch.dtype, group: TPGroup) -> dict[str, Part]:
+def _split(model: Any, spec: ModelSpec, part: Slice, dtype: torch.dtype, group: TPGroup) -> dict[str, Part]:
     """Put parallel layers in; what part of which parameter this rank has. Parameters that are not split are absent."""
     if group.size == 1:
         return {}
@@ -171,197 +129,127 @@ def _split(model: Any, spec: ModelSpec, dtype: torch.dtype, group: TPGroup) -> d
     plan = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in tp_plan(model).items()}
     if not plan:
         raise UnsupportedModelError(f"{spec.architecture} has no tensor-parallel plan: use --tensor-parallel-size 1")
+    embedding = model.get_input_embeddings()
     for name, module in list(model.named_modules()):
         style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), None)
-        if style is None or module is model.get_input_embeddings():
-            continue  # the embedding is split by vocabulary below; 5.17 names it in the plan of tied models, 5.24 not
+        if style is None or style in _WHOLE_STYLES or module is embedding or isinstance(module, nn.Identity):
+            continue  # the embedding is split by vocabulary below; plans of some versions name it, of some not
         if not isinstance(module, nn.Linear) or style not in _COLUMN_STYLES | _ROW_STYLES:
             raise UnsupportedModelError(f"{spec.architecture}: cannot split {name} as the model's plan says ({style})")
+        ranges = _ranges_of(name, module, spec, group)
         if style in _COLUMN_STYLES:
-            parts |= _split_columns(model, name, module, spec, dtype, group)
+            parts |= _split_columns(model, name, module, ranges, dtype)
         else:
-            parts |= _split_rows(model, name, module, spec, dtype, group)
-    return parts | _split_embedding(model, spec, dtype, group)
+            parts |= _split_rows(model, name, module, ranges, dtype, group)
+    parts |= _split_norms(model, spec, dtype, group)
+    _tell_heads(model, spec, group)
+    return parts | (_split_embedding(model, spec, dtype, group) if part.first else {})
 
 
-def _range_of(name: str, width: int, spec: ModelSpec, group: TPGroup) -> Range:
-    """This rank's range of the split dimension of a linear: by heads in attention, by vocabulary in the head."""
-    leaf = name.rpartition(".")[2]
-    rank, size = group.rank_in_group, group.size
-    if leaf in ("q_proj", "o_proj"):
-        return spec.heads(size)[rank].q.scaled(spec.head_dim)
-    if leaf in ("k_proj", "v_proj"):
-        return spec.heads(size)[rank].kv.scaled(spec.head_dim)
-    if leaf == "lm_head":
-        return vocab_shards(spec.vocab_size, size)[rank]
-    return width_shards(width, size, _WIDTH_MULTIPLE)[rank]
+def _ranges_of(name: str, module: nn.Linear, spec: ModelSpec, group: TPGroup) -> tuple[Range, ...]:
+    """This rank's ranges of the split dimension of a linear: by heads in attention, by vocabulary in the head."""
+    rank, size, dim = group.rank_in_group, group.size, spec.head_dim
+    heads = spec.heads(size)[rank]
+    match name.rpartition(".")[2]:
+        case "q_proj" | "o_proj" | "dense":
+            return (heads.q.scaled(dim),)
+        case "k_proj" | "v_proj":
+            return (heads.kv.scaled(dim),)
+        case "qkv_proj":
+            keys, values = spec.num_heads * dim, (spec.num_heads + spec.num_kv_heads) * dim
+            mine = heads.kv.scaled(dim)
+            return heads.q.scaled(dim), mine.shifted(keys), mine.shifted(values)
+        case "query_key_value":  # of each head its query, key and value
+            return (heads.q.scaled(3 * dim),)
+        case "gate_up_proj":
+            gate = width_shards(module.out_features // 2, size, _WIDTH_MULTIPLE)[rank]
+            return gate, gate.shifted(module.out_features // 2)
+        case "lm_head":
+            return (vocab_range(spec, group),)
+        case leaf:
+            rows = leaf in ("down_proj", "dense_4h_to_h")
+            return (width_shards(module.in_features if rows else module.out_features, size, _WIDTH_MULTIPLE)[rank],)
 
 
 def _split_columns(
-    model: Any, name: str, module: nn.Linear, spec: ModelSpec, dtype: torch.dtype, group: TPGroup
+    model: Any, name: str, module: nn.Linear, ranges: tuple[Range, ...], dtype: torch.dtype
 ) -> dict[str, Part]:
-    part = _range_of(name, module.out_features, spec, group)
+    part = Part((module.out_features, module.in_features), 0, ranges)
     bias = module.bias is not None
-    small = nn.Linear(module.in_features, part.size, bias=bias, device="meta", dtype=dtype)
-    model.set_submodule(name, small)
-    parts = {f"{name}.weight": Part((module.out_features, module.in_features), 0, part)}
+    model.set_submodule(name, nn.Linear(module.in_features, part.shape[0], bias=bias, device="meta", dtype=dtype))
+    parts = {f"{name}.weight": part}
     if bias:
-        parts[f"{name}.bias"] = Part((module.out_features,), 0, part)
+        parts[f"{name}.bias"] = Part((module.out_features,), 0, ranges)
     return parts
 
 
 def _split_rows(
-    model: Any, name: str, module: nn.Linear, spec: ModelSpec, dtype: torch.dtype, group: TPGroup
+    model: Any, name: str, module: nn.Linear, ranges: tuple[Range, ...], dtype: torch.dtype, group: TPGroup
 ) -> dict[str, Part]:
-    part = _range_of(name, module.in_features, spec, group)
-    small = RowParallelLinear(part.size, module.out_features, module.bias is not None, dtype, group)
+    part = Part((module.out_features, module.in_features), 1, ranges)
+    small = RowParallelLinear(part.shape[1], module.out_features, module.bias is not None, dtype, group)
     model.set_submodule(name, small)
-    return {f"{name}.weight": Part((module.out_features, module.in_features), 1, part)}
+    return {f"{name}.weight": part}
+
+
+def _split_norms(model: Any, spec: ModelSpec, dtype: torch.dtype, group: TPGroup) -> dict[str, Part]:
+    """Query and key norms over the width of all heads. Those over one head are on every rank as they are."""
+    parts: dict[str, Part] = {}
+    if not spec.norms_all_heads:
+        return parts
+    shards, rank = spec.heads(group.size), group.rank_in_group
+    first_of_head = next(place for place, shard in enumerate(shards) if shard.kv == shards[rank].kv)
+    for name, norm in list(model.named_modules()):
+        leaf = name.rpartition(".")[2]
+        if leaf not in ("q_norm", "k_norm"):
+            continue
+        range_ = (shards[rank].q if leaf == "q_norm" else shards[rank].kv).scaled(spec.head_dim)
+        width = norm.weight.shape[0]
+        counts = leaf == "q_norm" or first_of_head == rank
+        model.set_submodule(name, SplitRMSNorm(range_.size, width, norm.variance_epsilon, counts, dtype, group))
+        parts[f"{name}.weight"] = Part((width,), 0, (range_,))
+    return parts
+
+
+def _tell_heads(model: Any, spec: ModelSpec, group: TPGroup) -> None:
+    """Attention that cuts a packed projection by head counts gets those of this rank."""
+    heads = spec.heads(group.size)[group.rank_in_group]
+    for module in model.modules():
+        if hasattr(module, "qkv_proj"):
+            module.config = copy.copy(module.config)
+            module.config.num_attention_heads = heads.q.size
+            module.num_key_value_heads = heads.kv.size
 
 
 def _split_embedding(model: Any, spec: ModelSpec, dtype: torch.dtype, group: TPGroup) -> dict[str, Part]:
-    embedding = model.get_input_embeddings()
+    whole = model.get_input_embeddings()
     ids = vocab_range(spec, group)
-    model.set_input_embeddings(VocabParallelEmbedding(ids, embedding.embedding_dim, dtype, group))
+    scale = getattr(whole, "scalar_embed_scale", None)
+    model.set_input_embeddings(VocabParallelEmbedding(ids, whole.embedding_dim, dtype, group, scale))
     name = next(name for name, module in model.named_modules() if isinstance(module, VocabParallelEmbedding))
-    return {f"{name}.weight": Part((spec.vocab_size, embedding.embedding_dim), 0, ids)}
+    return {f"{name}.weight": Part((spec.vocab_size, whole.embedding_dim), 0, (ids,))}
 
 
-def _tie(model: Any) -> None:
-    """Head and embedding are one tensor (both split by the same vocabulary ranges)."""
-    model.get_output_embeddings().weight = model.get_input_embeddings().weight
-
-
-# --- weights ---------------------------------------------------------------------------------------------------------
-
-
-class WeightSource(Protocol):
-    """Where parameters come from."""
-
-    def check(self, names: list[str], folder: str) -> None:
-        """Raise ConfigError if one of these parameters is missing."""
-
-    def order(self, names: list[str]) -> Iterator[str]:
-        """The names in the order in which reading is cheapest."""
-
-    def read(self, name: str, shape: tuple[int, ...], part: Part | None) -> torch.Tensor:
-        """This rank's part of a parameter on the CPU, in any float type; may be a view of a file."""
-
-
-class SafetensorsWeights:
-    """A checkpoint of one or more safetensors files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files = _tensor_files(folder)
-        self._open: tuple[str, Any] | None = None
-
-    def check(self, names: list[str], folder: str) -> None:
-        """Raise ConfigError if one of these parameters is missing."""
-        if missing := [name for name in names if name not in self._files]:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise ConfigError(
-                f"the weights in {folder} lack {', '.join(missing[:3])}{more}: they do not fit config.json"
-            )
-
-    def order(self, names: list[str]) -> Iterator[str]:
-        """File by file."""
-        return iter(sorted(names, key=lambda name: self._files[name]))
-
-    def read(self, name: str, shape: tuple[int, ...], part: Part | None) -> torch.Tensor:
-        """This rank's part; a view of the file, which lives as long as the view."""
-        handle = self._handle(self._files[name])
-        source = handle.get_slice(name)
-        if source.get_dtype() not in _FILE_DTYPES:
-            raise UnsupportedModelError(f"weights of type {source.get_dtype()} ({name}) cannot be served yet")
-        full = shape if part is None else part.full
-        if tuple(source.get_shape()) != full:
-            raise ConfigError(f"{name} is {source.get_shape()} in the weights, but {list(full)} by config.json")
-        tensor: torch.Tensor = source[(slice(None),) * len(full)] if part is None else source[part.index()]
-        return tensor
-
-    def _handle(self, file: str) -> Any:
-        """One file is open at a time."""
-        if self._open is None or self._open[0] != file:
-            self._open = (file, _open_file(self._folder / file))
-        return self._open[1]
-
-
-def _open_file(path: Path) -> Any:
-    try:
-        return safe_open(str(path), framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
-
-
-def _tensor_files(folder: Path) -> dict[str, str]:
-    """Tensor name to file name."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if missing := sorted({file for file in weight_map.values() if not (folder / file).exists()}):
-            raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its index names: was it fetched completely?")
-        return dict(weight_map)
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} has no *.safetensors (other formats are not read; --load-format dummy needs none)")
-    names: dict[str, str] = {}
-    for file in files:
-        with _open_file(folder / file) as handle:
-            names |= dict.fromkeys(handle.keys(), file)
-    return names
-
-
-class DummyWeights:
-    """Random weights of which a rank makes only its part.
-
-    One table of normal numbers comes from the seed. A row of a parameter is a window of it, at a place that follows
-    from the parameter's name and the row's number: any part of any row costs just its own copy. Row numbers are
-    multiplied by an odd number modulo the table's (power of two) size, so rows of one parameter never coincide.
-    """
-
-    SIZE = 1 << 22
-
-    def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        table = torch.empty(self.SIZE).normal_(0.0, 0.02, generator=generator)
-        self._table = torch.cat([table, table[: 1 << 18]])
-
-    def check(self, names: list[str], folder: str) -> None:
-        """Nothing is missing."""
-
-    def order(self, names: list[str]) -> Iterator[str]:
-        """As they come."""
-        return iter(names)
-
-    def read(self, name: str, shape: tuple[int, ...], part: Part | None) -> torch.Tensor:
-        """This rank's part; weights of norms are 1."""
-        if len(shape) == 1 and name.endswith("norm.weight"):
-            return torch.ones(shape)
-        full = shape if part is None else part.full
-        index = tuple(slice(None) for _ in full) if part is None else part.index()
-        rows = torch.arange(full[0] if len(full) == 2 else 1)[index[0] if len(full) == 2 else slice(None)]
-        columns = range(full[-1])[index[-1]]
-        place = zlib.crc32(name.encode())
-        starts = (place + rows * (2 * (place >> 8) + 1)) % self.SIZE + columns.start
-        windows = self._table.unfold(0, len(columns), 1)
-        return windows[starts].view([len(range(size)[one]) for size, one in zip(full, index, strict=True)])
+# --- content ---------------------------------------------------------------------------------------------------------
 
 
 def _fill(
     model: Any,
-    wanted: Mapping[str, Part | None],
+    names: Mapping[str, str],
+    parts: Mapping[str, Part],
     source: WeightSource,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress,
 ) -> None:
-    """Give every parameter memory and content."""
+    """Give every parameter memory and content. ``names``: of each parameter its name in the source."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     total = sum(torch.Size(shape).numel() for shape in shapes.values())
     done, reported = 0, 0.0
-    for name in source.order(list(wanted)):
-        tensor = source.read(name, shapes[name], wanted[name])
+    targets = {source_name: name for name, source_name in names.items()}
+    for source_name in source.order(list(targets)):
+        name = targets[source_name]
+        tensor = source.read(source_name, shapes[name], parts.get(name))
         if tuple(tensor.shape) != shapes[name]:
             raise ConfigError(f"{name}: got {list(tensor.shape)} where {list(shapes[name])} is needed")
         # A copy in any case: a view would keep the file mapped, and break if somebody rewrites it.
@@ -374,11 +262,34 @@ def _fill(
             progress(reported)
 
 
-def _rebuild_buffers(model: Any, device: torch.device) -> None:
+def _rebuild_buffers(model: Any, device: torch.device, max_model_len: int) -> None:
     """Modules with buffers that no checkpoint has (rotary embeddings) are built anew off the meta device."""
     for name, module in list(model.named_modules()):
-        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            model.set_submodule(name, type(module)(config=model.config).to(device))
+        if not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            continue
+        if hasattr(module, "scalar_embed_scale"):
+            scale = torch.tensor(module.scalar_embed_scale, device=device)
+            module.register_buffer("embed_scale", scale, persistent=False)
+        else:
+            rotary = type(module)(config=model.config)
+            _choose_frequencies(rotary, model.config, max_model_len)
+            model.set_submodule(name, rotary.to(device))
     left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     if left:
         raise UnsupportedModelError(f"{type(model).__name__}: nothing says how to fill {', '.join(left[:5])}")
+
+
+def _choose_frequencies(rotary: Any, config: Any, max_model_len: int) -> None:
+    """Of a ``longrope`` embedding take one of its two sets of frequencies for good.
+
+    transformers takes the long set in each call that has a position beyond the length of the original training, for
+    all sequences in it: an answer would depend on its neighbours, and cached keys would be rotated otherwise than new
+    ones. Here the longest sequence to be served decides, as in vLLM.
+    """
+    if getattr(rotary, "rope_type", None) != "longrope":
+        return
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, rotary.attention_scaling = ROPE_INIT_FUNCTIONS["longrope"](config, None, seq_len=max_model_len)
+    rotary.register_buffer("inv_freq", frequencies, persistent=False)
+    rotary.rope_type = "default"  # no update in the forward

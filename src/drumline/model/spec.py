@@ -1,8 +1,7 @@
 """What a model's ``config.json`` says that drumline needs: no torch, no transformers.
 
-Read by whoever plans (engine, ``drumline plan``, start-up messages) before any worker exists. Supported model types are
-a table here; each entry was tried for token equality with transformers. Everything else is refused by name, since a
-model that is split wrongly answers fluently and wrongly.
+Read by whoever plans (engine, ``drumline plan``, start-up messages) before any worker exists. What can be served, and
+why the rest cannot, is in ``architectures``.
 """
 
 from __future__ import annotations
@@ -15,18 +14,14 @@ from typing import Any
 
 from drumline.config import DTYPE_ALIASES
 from drumline.errors import ConfigError, UnsupportedModelError
+from drumline.model.architectures import ARCHITECTURES, Architecture, layer_windows, why_refused
 from drumline.parallel.shards import HeadShard, attention_shards
 from drumline.plan.kv import KVSpec
-
-SUPPORTED = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-"""Model types that can be served, and the architecture of each."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Compute types, with the bytes of one element."""
 
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-# "dynamic" and "longrope" change the rotation with the longest sequence in the batch, so the output of a request would
-# depend on its neighbours.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +43,29 @@ class ModelSpec:
     """Embedding and output head are one tensor."""
     dtype: str
     """Of the checkpoint: ``float32``, ``bfloat16`` or ``float16``."""
+    windows: tuple[int | None, ...] = ()
+    """Of each layer the sliding window in tokens, its own among them; None: full attention."""
+    gated_mlp: bool = True
+    """The MLP has three matrices (gate, up, down), not two."""
+    norms_all_heads: bool = False
+    """Queries and keys are normalised over all heads at once, which ranks of a TP group do together."""
+
+    @property
+    def modeling_module(self) -> str:
+        """Module of transformers with the model's class."""
+        folder = ARCHITECTURES[self.model_type].folder
+        return f"transformers.models.{folder}.modeling_{folder}"
+
+    @property
+    def layer_weights(self) -> int:
+        """Number of weights in the matrices of one layer (norms and biases, less than a hundredth, left out)."""
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return self.hidden_size * (attention + (3 if self.gated_mlp else 2) * self.intermediate_size)
+
+    @property
+    def vocabulary_weights(self) -> int:
+        """Number of weights in the embedding, and in the head (one tensor if tied)."""
+        return self.vocab_size * self.hidden_size
 
     def heads(self, tp_size: int) -> tuple[HeadShard, ...]:
         """Attention heads of each TP rank. ConfigError if one would have none."""
@@ -76,34 +94,41 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 def spec_from_config(config: Mapping[str, Any], name: str = "the model") -> ModelSpec:
     """The spec that the content of a config.json describes. UnsupportedModelError names what cannot be served."""
     model_type = str(config.get("model_type", ""))
-    if model_type not in SUPPORTED:
-        known = ", ".join(sorted(SUPPORTED))
-        raise UnsupportedModelError(f"{name}: model type {model_type!r} cannot be served yet; supported: {known}")
-    _refuse_unsupported(config, name)
+    if model_type not in ARCHITECTURES:
+        reason = why_refused(config)
+        known = f"supported: {', '.join(sorted(ARCHITECTURES))}"
+        raise UnsupportedModelError(
+            f"{name}: model type {model_type!r} cannot be served{f': {reason}' if reason else ' yet'}; {known}"
+        )
+    architecture = ARCHITECTURES[model_type]
+    _refuse_unsupported(config, architecture, name)
     try:
-        return _make_spec(config, model_type)
+        return _make_spec(config, model_type, architecture)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{name}: config.json lacks or mistypes {error}") from error
 
 
-def _make_spec(config: Mapping[str, Any], model_type: str) -> ModelSpec:
-    heads = int(config["num_attention_heads"])
+def _make_spec(config: Mapping[str, Any], model_type: str, architecture: Architecture) -> ModelSpec:
+    heads, layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
     hidden = int(config["hidden_size"])
-    # The head counts of a missing key are those of the configuration classes of transformers.
-    default_kv = 32 if model_type == "qwen2" and "num_key_value_heads" not in config else heads
+    kv_heads = config.get("num_key_value_heads", architecture.num_kv_heads) if model_type != "gpt_neox" else None
+    head_dim = config.get("head_dim", architecture.head_dim) if model_type != "gpt_neox" else None
     return ModelSpec(
         model_type=model_type,
-        architecture=SUPPORTED[model_type],
-        num_layers=int(config["num_hidden_layers"]),
+        architecture=architecture.class_name,
+        num_layers=layers,
         hidden_size=hidden,
         intermediate_size=int(config["intermediate_size"]),
         num_heads=heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or default_kv),
-        head_dim=int(config.get("head_dim") or hidden // heads),
+        num_kv_heads=int(kv_heads or heads),
+        head_dim=int(head_dim or hidden // heads),
         vocab_size=int(config["vocab_size"]),
-        max_positions=int(config.get("max_position_embeddings") or (32768 if model_type == "qwen2" else 2048)),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        max_positions=int(config.get("max_position_embeddings") or architecture.max_positions),
+        tied=bool(config.get("tie_word_embeddings", architecture.tied)),
         dtype=_checkpoint_dtype(config),
+        windows=layer_windows(config, architecture, layers),
+        gated_mlp=architecture.gated_mlp,
+        norms_all_heads=architecture.norms_all_heads,
     )
 
 
@@ -112,23 +137,45 @@ def _checkpoint_dtype(config: Mapping[str, Any]) -> str:
     return dtype if dtype in DTYPE_BYTES else "float32"
 
 
-def _refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], architecture: Architecture, name: str) -> None:
     model_type = config["model_type"]
-    architectures = config.get("architectures") or [SUPPORTED[model_type]]
-    if SUPPORTED[model_type] not in architectures:
+    architectures = config.get("architectures") or [architecture.class_name]
+    if architecture.class_name not in architectures:
         raise UnsupportedModelError(
             f"{name}: architecture {', '.join(architectures)} cannot be served; of {model_type} models only "
-            f"{SUPPORTED[model_type]}"
+            f"{architecture.class_name}"
         )
-    if config.get("quantization_config"):
-        raise UnsupportedModelError(f"{name}: quantised checkpoints cannot be served yet; take the unquantised model")
-    sliding = config.get("use_sliding_window") and config.get("sliding_window")
-    if sliding or "sliding_attention" in (config.get("layer_types") or ()):
-        raise UnsupportedModelError(f"{name}: {model_type} with sliding-window attention cannot be served yet")
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+        raise UnsupportedModelError(
+            f"{name}: quantised checkpoints{f' ({method})' if method else ''} cannot be served yet; take the "
+            "unquantised model"
+        )
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedModelError(
+            f"{name}: bidirectional attention (use_bidirectional_attention) embeds text and generates none, so the "
+            "model cannot be served"
+        )
+    for rope_type in sorted(_rope_types(config)):
+        if rope_type in _ROPE_TYPES or (rope_type, model_type) == ("longrope", "phi3"):
+            continue
+        reason = f"cannot be served with {model_type} models"
+        if rope_type == "dynamic":
+            reason = (
+                "changes all rotations with the longest sequence of the batch, so an answer would depend on its "
+                "neighbours, and cached keys would be rotated otherwise than new ones; it cannot be served"
+            )
+        raise UnsupportedModelError(f"{name}: rotary embedding of type {rope_type!r} {reason}")
+
+
+def _rope_types(config: Mapping[str, Any]) -> set[str]:
+    """Types of rotary embedding that the configuration names, in the spelling of today."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type not in _ROPE_TYPES:
-        raise UnsupportedModelError(f"{name}: rotary embedding of type {rope_type!r} cannot be served yet")
+    per_layer_type = [entry for entry in rope.values() if isinstance(entry, Mapping)]
+    types = {str(entry.get("rope_type") or entry.get("type") or "default") for entry in per_layer_type or [rope]}
+    if config["model_type"] == "phi3":  # as its configuration class reads old checkpoints
+        types = {"longrope" if rope_type in ("su", "yarn") else rope_type for rope_type in types}
+    return types
 
 
 def resolve_dtype(asked: str, spec: ModelSpec, device_type: str) -> str:
@@ -169,5 +216,4 @@ def kv_spec(
 
 def preload_modules(spec: ModelSpec) -> tuple[str, ...]:
     """Modules that a fork server imports, so that workers of this model start with everything imported."""
-    modeling = f"transformers.models.{spec.model_type}.modeling_{spec.model_type}"
-    return ("torch", "torch.distributed", modeling, "safetensors.torch", "drumline.model.worker")
+    return ("torch", "torch.distributed", spec.modeling_module, "safetensors.torch", "drumline.model.worker")
