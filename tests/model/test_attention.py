@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,17 +20,37 @@ DIM = 8
 SCALE = 0.3
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: int) -> torch.Tensor:
+def plain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    context: int,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
     """[T, Hq, D] for q [Hq, T, D] over k, v [Hkv, context + T, D]."""
     group = q.shape[0] // k.shape[0]
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = q @ k.transpose(1, 2) * SCALE
-    mask = torch.arange(k.shape[1])[None] > context + torch.arange(q.shape[1])[:, None]
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    key, query = torch.arange(k.shape[1])[None], context + torch.arange(q.shape[1])[:, None]
+    mask = key > query
+    if window is not None:
+        mask |= key <= query - window
     return (scores.masked_fill(mask, float("-inf")).softmax(-1) @ v).transpose(0, 1)
 
 
-def run_step(computed: list[int], counts: list[int], heads: int, group: int, block: int, seed: int = 0) -> None:
-    """One step of rows with these lengths, compared row by row."""
+def run_step(
+    computed: list[int],
+    counts: list[int],
+    heads: int,
+    group: int,
+    block: int,
+    seed: int = 0,
+    variants: Sequence[tuple[int | None, float | None]] = ((None, None),),
+) -> None:
+    """One step of rows with these lengths, compared row by row, for each (window, softcap)."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     ends = np.array(computed) + np.array(counts)
@@ -53,25 +74,28 @@ def run_step(computed: list[int], counts: list[int], heads: int, group: int, blo
         for position in range(context):
             place = tables[row, position // block], slice(None), position % block
             cache.keys[1][place], cache.values[1][place] = keys[row][:, position], values[row][:, position]
-    batch = make_batch(cache, tables, np.array(computed, np.int32), np.array(counts, np.int32), heads, CPU)
+    batch = make_batch(cache, tables, np.array(computed, np.int32), np.array(counts, np.int32), CPU)
     queries = [torch.randn(heads * group, count, DIM) for count in counts]
     new_keys, new_values = (
         torch.cat([whole[:, context:] for whole, context in zip(kind, computed, strict=True)], 1)
         for kind in (keys, values)
     )
     module = SimpleNamespace(layer_idx=1)
-    out, _ = paged_attention(
-        module,  # type: ignore[arg-type]
-        torch.cat(queries, 1)[None],
-        new_keys[None],
-        new_values[None],
-        None,
-        scaling=SCALE,
-        ctx=batch,
-    )
-    pieces = out[0].split(counts)
-    for row, (piece, query) in enumerate(zip(pieces, queries, strict=True)):
-        torch.testing.assert_close(piece, plain(query, keys[row], values[row], computed[row]), atol=2e-5, rtol=1e-4)
+    for window, softcap in variants:
+        out, _ = paged_attention(
+            module,  # type: ignore[arg-type]
+            torch.cat(queries, 1)[None],
+            new_keys[None],
+            new_values[None],
+            None,
+            scaling=SCALE,
+            ctx=batch,
+            sliding_window=window,
+            softcap=softcap,
+        )
+        for row, (piece, query) in enumerate(zip(out[0].split(counts), queries, strict=True)):
+            expected = plain(query, keys[row], values[row], computed[row], window, softcap)
+            torch.testing.assert_close(piece, expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -82,6 +106,38 @@ def test_random_steps(seed: int) -> None:
     counts = [int(n) if n > 3 else 1 for n in rng.integers(1, 12, rows)]
     heads, group = [(1, 1), (1, 7), (2, 3), (3, 1)][seed % 4]
     run_step(computed, counts, heads, group, block=[1, 3, 4, 16][seed % 3], seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_windows_and_soft_caps_of_random_steps(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = int(rng.integers(1, 9))
+    computed = [int(n) for n in rng.integers(0, 50, rows)]
+    counts = [int(n) if n > 3 else 1 for n in rng.integers(1, 12, rows)]
+    heads, group = [(1, 1), (1, 7), (2, 3), (3, 1)][seed % 4]
+    variants = [(None, 2.0), (1, None), (2, 0.5), (5, None), (17, None), (17, 1.5), (49, None), (1000, 3.0)]
+    run_step(computed, counts, heads, group, block=[1, 3, 4, 16][seed % 3], seed=seed, variants=variants)
+
+
+def test_windows_and_soft_caps_of_long_chunks() -> None:
+    variants = [(None, 2.0), (100, None), (300, 1.0), (650, None)]
+    run_step([5, 700, 0, 30, 0, 900], [600, 257, 300, 2, 700, 1], heads=2, group=2, block=16, variants=variants)
+
+
+def test_what_a_window_does_not_reach_is_not_gathered() -> None:
+    cache = KVCache(
+        num_layers=1, num_blocks=64, num_kv_heads=1, block_size=4, head_dim=DIM, dtype=torch.float32, device=CPU
+    )
+    tables = np.arange(64, dtype=np.int32).reshape(2, 32)
+    batch = make_batch(cache, tables, np.array([100, 99], np.int32), np.array([1, 2], np.int32), CPU)
+    view = batch.view(6)
+    assert view.decodes[0].gather.tolist() == [23, 24, 25]  # keys 95 .. 100
+    prefill = view.prefills[0]
+    assert prefill.gather is not None
+    assert prefill.gather.tolist() == [32 + 23, 32 + 24, 32 + 25]  # keys 94 .. 100
+    assert prefill.skip == 2
+    assert batch.view(6) is view
+    assert batch.view(101) is batch.view(None)
 
 
 def test_pieces_of_long_chunks_after_contexts_of_different_length() -> None:

@@ -19,6 +19,9 @@ one KV head always are consecutive, and every rank has a whole multiple of its K
   ``MAX_GATHER_BYTES`` at once. Padding repeats a row's own first block, never another request's, and is masked.
 - Prefill over earlier context goes in pieces of ``QUERY_ROWS`` queries, each over just the keys it may see, so that
   masks are a slice of one small matrix instead of T x S.
+- Sliding windows: the cache keeps all tokens; what a window does not reach is not gathered, and the rest of the first
+  block is masked. Gathers and masks are made once for each step and window size (:meth:`AttentionBatch.view`).
+- Soft caps (Gemma 2): no kernel of torch has them; matmul, tanh and softmax, in pieces like prefill over context.
 - Rejected: flex_attention and a C++ kernel (34 and 72 s to compile, no gain for what CPUs are for here); a
   [blocks, block, Hkv, D] layout (index_select of whole ``block x D`` pieces gives [B, Hkv, S, D] in one copy only with
   heads outside).
@@ -48,6 +51,8 @@ MAX_GATHER_BYTES = 64 << 20
 
 Ints = npt.NDArray[np.int32]
 
+_CPU = torch.device("cpu")
+
 
 class KVCache:
     """Keys and values of this rank's layers: ``data[layer, 0 or 1]`` is [blocks, Hkv, block, D].
@@ -69,6 +74,9 @@ class KVCache:
         shape = (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.num_kv_heads = num_kv_heads
+        self.block_bytes = num_kv_heads * block_size * head_dim * dtype.itemsize
+        """Of one layer's keys or values."""
         self.data = (
             _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         )
@@ -95,14 +103,14 @@ def _lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 class DecodeGroup:
     """Rows with one query each, of similar length."""
 
-    tokens: torch.Tensor
-    """[B] places in the packed sequence."""
+    tokens: torch.Tensor | None
+    """[B] places in the packed sequence; None if the step is just these rows, in order."""
     gather: torch.Tensor
     """[B x Hkv x N] rows of the cache seen as [blocks x Hkv, block x D]."""
     max_len: int
-    """Longest context in tokens, its own token included."""
+    """Keys that are looked at: the longest row's, its own token included."""
     mask: torch.Tensor | None
-    """[B, 1, 1, max_len] True where there is context; None if all are as long as the longest."""
+    """[B, 1, 1, max_len] 0 where there is context, else -inf, in the model's type; None if all see all keys."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +122,33 @@ class PrefillRow:
     length: int
     """Number of its tokens in this step."""
     context: int
-    """Number of its tokens before this step."""
+    """Number of keys before them that are looked at (all there are, or what a window reaches)."""
     gather: torch.Tensor | None
     """[Hkv x N] rows of the cache; None if there is no context."""
+    skip: int = 0
+    """Keys at the head of the first gathered block that are out of the window's reach."""
+
+
+@dataclass
+class WindowView:
+    """A step as layers with one reach see it: what to gather and what to mask."""
+
+    decodes: list[DecodeGroup] = field(default_factory=list)
+    prefills: list[PrefillRow] = field(default_factory=list)
+    window: int | None = None
+    _mask: torch.Tensor | None = None
+
+    def piece_mask(self, before: int, count: int, like: torch.Tensor) -> torch.Tensor:
+        """[count, before + count] additive mask of ``count`` queries with ``before`` keys ahead of the first.
+
+        All are slices of one: its column c stands for key c - longest + before, where query i sees keys up to
+        before + i. Made when the first layer asks.
+        """
+        if self._mask is None:
+            longest = max(row.context + row.length for row in self.prefills)
+            self._mask = _prefill_mask(longest, self.window, like.dtype, like.device)
+        longest = self._mask.shape[1] - QUERY_ROWS
+        return self._mask[:count, longest - before : longest + count]
 
 
 @dataclass
@@ -125,14 +157,28 @@ class AttentionBatch:
 
     cache: KVCache | None
     """None: nothing is written (a dummy batch)."""
+    tables: Ints
+    """[B, N] block ids."""
+    num_computed: Ints
+    """[B] tokens before this step."""
+    num_tokens: Ints
+    """[B] tokens in this step."""
+    dtype: torch.dtype
+    device: torch.device
     write_blocks: torch.Tensor | None = None
     """[T] block of each token."""
     write_offsets: torch.Tensor | None = None
     """[T] place in that block."""
-    decodes: list[DecodeGroup] = field(default_factory=list)
-    prefills: list[PrefillRow] = field(default_factory=list)
-    causal: torch.Tensor | None = None
-    """[QUERY_ROWS, longest + QUERY_ROWS]: slices of it are the masks of all prefill pieces (:func:`_piece_mask`)."""
+    _views: dict[int | None, WindowView] = field(default_factory=dict)
+
+    def view(self, window: int | None) -> WindowView:
+        """The step as layers see it whose queries reach ``window`` tokens (their own included); None: all."""
+        if window is not None and not (self.num_computed + self.num_tokens > window).any():
+            window = None
+        found = self._views.get(window)
+        if found is None:
+            found = self._views[window] = _make_view(self, window)
+        return found
 
 
 def make_batch(
@@ -140,7 +186,6 @@ def make_batch(
     tables: Ints,
     num_computed: Ints,
     num_tokens: Ints,
-    num_kv_heads: int,
     device: torch.device,
 ) -> AttentionBatch:
     """The attention side of a step. ``tables`` [B, N] block ids; the tokens of row b begin at ``num_computed[b]``."""
@@ -148,26 +193,41 @@ def make_batch(
     starts = np.cumsum(num_tokens) - num_tokens
     rows = np.repeat(np.arange(len(num_tokens)), num_tokens)
     positions = np.arange(len(rows)) - starts[rows] + num_computed[rows]
-    batch = AttentionBatch(
+    return AttentionBatch(
         cache=cache,
+        tables=tables,
+        num_computed=num_computed,
+        num_tokens=num_tokens,
+        dtype=cache.data.dtype,
+        device=device,
         write_blocks=_tensor(tables[rows, positions // size], device),
         write_offsets=_tensor(positions % size, device),
     )
-    lengths = num_computed + num_tokens
-    block_bytes = num_kv_heads * cache.data[0, 0, 0, 0].nbytes
-    for group in _group_by_length(np.flatnonzero(num_tokens == 1), -(-lengths // size), block_bytes):
-        batch.decodes.append(_decode_group(group, starts, tables, lengths, size, num_kv_heads, device))
-    for row in np.flatnonzero(num_tokens > 1):
-        context = int(num_computed[row])
-        blocks = tables[row : row + 1, : -(-int(lengths[row]) // size)]
-        gather = _gather_rows(blocks, num_kv_heads, device) if context else None
-        batch.prefills.append(PrefillRow(int(starts[row]), int(num_tokens[row]), context, gather))
-    longest = max((row.context + row.length for row in batch.prefills if row.context), default=0)
-    if longest:
-        width = longest + QUERY_ROWS
-        ahead = torch.arange(width, device=device) - longest
-        batch.causal = ahead[None, :] <= torch.arange(QUERY_ROWS, device=device)[:, None]
-    return batch
+
+
+def dummy_batch(num_tokens: int, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> AttentionBatch:
+    """One row of new tokens that touches no cache."""
+    none, count = np.zeros(1, dtype=np.int32), np.full(1, num_tokens, dtype=np.int32)
+    return AttentionBatch(None, np.zeros((1, 0), dtype=np.int32), none, count, dtype, device)
+
+
+def _make_view(batch: AttentionBatch, window: int | None) -> WindowView:
+    view = WindowView(window=window)
+    starts = np.cumsum(batch.num_tokens) - batch.num_tokens
+    lengths = batch.num_computed + batch.num_tokens
+    # The first key that the first query of each row sees.
+    firsts = np.zeros_like(lengths) if window is None else np.maximum(batch.num_computed + 1 - window, 0)
+    single = batch.num_tokens == 1
+    if batch.cache is None:
+        single = np.zeros_like(single)
+    else:
+        size = batch.cache.block_size
+        num_blocks = -(-lengths // size) - firsts // size
+        for rows in _group_by_length(np.flatnonzero(single), num_blocks, batch.cache.block_bytes):
+            view.decodes.append(_decode_group(batch, rows, starts, firsts))
+    for row in np.flatnonzero(~single):
+        view.prefills.append(_prefill_row(batch, int(row), int(starts[row]), int(firsts[row])))
+    return view
 
 
 def _tensor(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -184,6 +244,9 @@ def _group_by_length(rows: npt.NDArray[np.int64], num_blocks: Ints, block_bytes:
     """Cut rows, longest first, where padding would pass a third or a group would gather too much."""
     if not len(rows):
         return []
+    longest, total = int(num_blocks[rows].max()), len(rows)
+    if total * longest * block_bytes <= MAX_GATHER_BYTES and 3 * (int(num_blocks[rows].min()) + 2) >= 2 * longest:
+        return [rows]
     rows = rows[np.argsort(-num_blocks[rows], kind="stable")]
     groups: list[npt.NDArray[np.int64]] = []
     first = 0
@@ -197,28 +260,52 @@ def _group_by_length(rows: npt.NDArray[np.int64], num_blocks: Ints, block_bytes:
 
 
 def _decode_group(
-    rows: npt.NDArray[np.int64],
-    starts: npt.NDArray[Any],
-    tables: Ints,
-    lengths: Ints,
-    block_size: int,
-    num_kv_heads: int,
-    device: torch.device,
+    batch: AttentionBatch, rows: npt.NDArray[np.int64], starts: npt.NDArray[Any], firsts: Ints
 ) -> DecodeGroup:
-    lens = lengths[rows]
-    longest = int(lens.max())
-    blocks = tables[rows, : -(-longest // block_size)]
-    used = -(-lens // block_size)
-    blocks = np.where(np.arange(blocks.shape[1]) < used[:, None], blocks, blocks[:, :1])
+    """Rows with one token; each sees its keys from ``firsts`` on."""
+    assert batch.cache is not None
+    size = batch.cache.block_size
+    first_blocks = firsts[rows] // size
+    skipped = firsts[rows] - first_blocks * size
+    ends = batch.num_computed[rows] + 1 - first_blocks * size
+    longest = int(ends.max())
+    nth = np.arange(-(-longest // size))
+    # Padding repeats a row's own first block.
+    columns = np.where(nth * size < ends[:, None], nth, 0) + first_blocks[:, None]
+    blocks = batch.tables[rows[:, None], columns]
     mask = None
-    if int(lens.min()) != longest:
-        mask = torch.from_numpy(np.arange(longest) < lens[:, None])[:, None, None, :].to(device)
-    return DecodeGroup(_tensor(starts[rows], device), _gather_rows(blocks, num_kv_heads, device), longest, mask)
+    if skipped.any() or int(ends.min()) != longest:
+        places = np.arange(longest)
+        seen = torch.from_numpy((places < ends[:, None]) & (places >= skipped[:, None]))
+        mask = _additive(seen, batch.dtype)[:, None, None, :].to(batch.device)
+    every = len(rows) == len(batch.num_tokens)
+    whole = every and bool((rows == np.arange(len(rows))).all())
+    tokens = None if whole else _tensor(starts[rows], batch.device)
+    return DecodeGroup(tokens, _gather_rows(blocks, batch.cache.num_kv_heads, batch.device), longest, mask)
 
 
-def dummy_batch(num_tokens: int) -> AttentionBatch:
-    """One row of new tokens that touches no cache."""
-    return AttentionBatch(cache=None, prefills=[PrefillRow(0, num_tokens, 0, None)])
+def _prefill_row(batch: AttentionBatch, row: int, start: int, first: int) -> PrefillRow:
+    length, computed = int(batch.num_tokens[row]), int(batch.num_computed[row])
+    if not computed or batch.cache is None:
+        return PrefillRow(start, length, 0, None)
+    size = batch.cache.block_size
+    blocks = batch.tables[row : row + 1, first // size : -(-(computed + length) // size)]
+    gather = _gather_rows(blocks, batch.cache.num_kv_heads, batch.device)
+    return PrefillRow(start, length, computed - first, gather, first % size)
+
+
+def _prefill_mask(longest: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    ahead = torch.arange(longest + QUERY_ROWS, device=device)[None, :] - longest
+    query = torch.arange(QUERY_ROWS, device=device)[:, None]
+    seen = ahead <= query
+    if window is not None:
+        seen &= ahead > query - window
+    return _additive(seen, dtype)
+
+
+def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where ``seen``, else -inf: kernels would convert a mask of bools in every layer."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
 def paged_attention(
@@ -230,36 +317,76 @@ def paged_attention(
     *,
     scaling: float,
     ctx: AttentionBatch,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls; shapes in the module's docstring."""
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    q = query[0].transpose(0, 1)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    write(ctx, layer, k, v)
+    return attend(ctx, layer, q, k, v, scaling=scaling, window=sliding_window, softcap=softcap)[None], None
+
+
+def write(ctx: AttentionBatch, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Put the step's keys and values [T, Hkv, D] into the cache."""
     if ctx.cache is not None:
         places = (ctx.write_blocks, slice(None), ctx.write_offsets)
-        ctx.cache.keys[layer][places] = key[0].transpose(0, 1)
-        ctx.cache.values[layer][places] = value[0].transpose(0, 1)
-        for group in ctx.decodes:
-            out[group.tokens] = _decode(q[group.tokens], ctx.cache, layer, group, scaling)
-    for row in ctx.prefills:
+        ctx.cache.keys[layer][places] = k
+        ctx.cache.values[layer][places] = v
+
+
+def attend(
+    ctx: AttentionBatch,
+    layer: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """[T, Hq, D] for queries [T, Hq, D] and the step's own keys and values [T, Hkv, D], which are in the cache already.
+
+    ``window``: a query sees so many keys at most, its own included. ``softcap``: scores become cap x tanh(score / cap).
+    """
+    view = ctx.view(window)
+    if len(view.decodes) == 1 and view.decodes[0].tokens is None:
+        return _decode(q, ctx, layer, view.decodes[0], scaling, softcap)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for group in view.decodes:
+        out[group.tokens] = _decode(q[group.tokens], ctx, layer, group, scaling, softcap)
+    for row in view.prefills:
         tokens = slice(row.start, row.start + row.length)
-        if row.context:
-            out[tokens] = _prefill_after_context(query[0, :, tokens], ctx, layer, row, scaling)
+        keys, values = k[tokens].transpose(0, 1), v[tokens].transpose(0, 1)
+        if row.gather is not None:
+            assert ctx.cache is not None
+            keys = _gathered(ctx.cache.keys[layer], row.gather, 1)[0, :, row.skip :]
+            values = _gathered(ctx.cache.values[layer], row.gather, 1)[0, :, row.skip :]
+        queries = q[tokens].transpose(0, 1)
+        reached = view.window is None or row.length <= view.window
+        if row.gather is None and reached and softcap is None:
+            out[tokens] = _by_kv_head(queries, keys, values, scaling, is_causal=True)
         else:
-            keys, values = key[0, :, tokens], value[0, :, tokens]
-            out[tokens] = _by_kv_head(query[0, :, tokens], keys, values, scaling, is_causal=True)
-    return out[None], None
+            out[tokens] = _in_pieces(queries, keys, values, row.context, view, scaling, softcap)
+    return out
 
 
-def _decode(q: torch.Tensor, cache: KVCache, layer: int, group: DecodeGroup, scaling: float) -> torch.Tensor:
+def _decode(
+    q: torch.Tensor, ctx: AttentionBatch, layer: int, group: DecodeGroup, scaling: float, softcap: float | None
+) -> torch.Tensor:
     """[B, Hq, D] queries, one for each row of the group."""
+    assert ctx.cache is not None
     rows, _, dim = q.shape
-    heads = cache.keys[layer].shape[1]
-    keys = _gathered(cache.keys[layer], group.gather, rows)[:, :, : group.max_len]
-    values = _gathered(cache.values[layer], group.gather, rows)[:, :, : group.max_len]
+    heads = ctx.cache.num_kv_heads
+    keys = _gathered(ctx.cache.keys[layer], group.gather, rows)[:, :, : group.max_len]
+    values = _gathered(ctx.cache.values[layer], group.gather, rows)[:, :, : group.max_len]
     packed = q.reshape(rows, heads, -1, dim)
-    out = functional.scaled_dot_product_attention(packed, keys, values, attn_mask=group.mask, scale=scaling)
+    if softcap is None:
+        out = functional.scaled_dot_product_attention(packed, keys, values, attn_mask=group.mask, scale=scaling)
+    else:
+        out = _capped(packed, keys, values, group.mask, scaling, softcap)
     return out.reshape(rows, -1, dim)
 
 
@@ -269,33 +396,26 @@ def _gathered(cache: torch.Tensor, gather: torch.Tensor, rows: int) -> torch.Ten
     return cache.view(blocks * heads, size * dim).index_select(0, gather).view(rows, heads, -1, dim)
 
 
-def _prefill_after_context(
-    q: torch.Tensor, ctx: AttentionBatch, layer: int, row: PrefillRow, scaling: float
+def _in_pieces(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    context: int,
+    view: WindowView,
+    scaling: float,
+    softcap: float | None,
 ) -> torch.Tensor:
-    """[length, Hq, D] for queries [Hq, length, D] that see the context in the cache and each other."""
-    assert ctx.cache is not None
-    assert row.gather is not None
-    assert ctx.causal is not None
-    keys = _gathered(ctx.cache.keys[layer], row.gather, 1)[0]
-    values = _gathered(ctx.cache.values[layer], row.gather, 1)[0]
+    """[length, Hq, D] for queries [Hq, length, D] that see ``context`` keys before them and each other."""
+    length = q.shape[1]
     pieces = []
-    for first in range(0, row.length, QUERY_ROWS):
-        count = min(QUERY_ROWS, row.length - first)
-        before = row.context + first
-        seen = before + count
-        mask = _piece_mask(ctx.causal, before, count)
-        piece = q[:, first : first + count]
-        pieces.append(_by_kv_head(piece, keys[:, :seen], values[:, :seen], scaling, mask=mask))
+    for start in range(0, length, QUERY_ROWS):
+        count = min(QUERY_ROWS, length - start)
+        end = context + start + count
+        first = 0 if view.window is None else max(context + start + 1 - view.window, 0)
+        mask = view.piece_mask(end - count, count, q)[:, first:]
+        piece = q[:, start : start + count]
+        pieces.append(_by_kv_head(piece, keys[:, first:end], values[:, first:end], scaling, softcap=softcap, mask=mask))
     return torch.cat(pieces)
-
-
-def _piece_mask(causal: torch.Tensor, before: int, count: int) -> torch.Tensor:
-    """[count, before + count] mask of a piece with ``before`` keys ahead of its first query.
-
-    Query i sees keys 0 .. before + i; column c of ``causal`` stands for key c - longest + before.
-    """
-    longest = causal.shape[1] - QUERY_ROWS
-    return causal[:count, longest - before : longest + count]
 
 
 def _by_kv_head(
@@ -304,6 +424,7 @@ def _by_kv_head(
     values: torch.Tensor,
     scaling: float,
     *,
+    softcap: float | None = None,
     mask: torch.Tensor | None = None,
     is_causal: bool = False,
 ) -> torch.Tensor:
@@ -312,12 +433,31 @@ def _by_kv_head(
     heads, length, _ = keys.shape
     group = num_q // heads
     grouped = q.reshape(heads, group, count, dim)
+    if softcap is not None:
+        out = _capped(grouped, keys[:, None], values[:, None], mask, scaling, softcap)
+        return out.reshape(num_q, count, dim).transpose(0, 1)
     keys = keys[:, None].expand(heads, group, length, dim)
     values = values[:, None].expand(heads, group, length, dim)
     out = functional.scaled_dot_product_attention(
         grouped, keys, values, attn_mask=mask, is_causal=is_causal, scale=scaling
     )
     return out.reshape(num_q, count, dim).transpose(0, 1)
+
+
+def _capped(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float,
+) -> torch.Tensor:
+    """Attention with soft-capped scores, softmax in float32; no fused kernel of torch has it."""
+    scores = (q * (scaling / softcap)) @ keys.transpose(-1, -2)
+    scores = scores.tanh_().mul_(softcap)
+    if mask is not None:
+        scores = scores.add_(mask)
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ values
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:

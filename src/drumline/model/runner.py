@@ -116,7 +116,7 @@ class ModelRunner:
             ids = state.tokens[slots[rows], positions]
             width = -(-int((computed + count).max()) // self._cache.block_size)
             tables = state.tables[slots, :width]
-            batch = make_batch(self._cache, tables, computed, count, self._num_kv_heads, self._device)
+            batch = make_batch(self._cache, tables, computed, count, self._device)
             last = self._tensor((starts + count - 1)[chosen])
             logits = self._compute(self._tensor(ids), self._tensor(positions), batch, last)
         return _Unsampled(logits, sampled, state.life[sampled], state.sampling_rows(sampled))
