@@ -97,7 +97,7 @@ def _ring(group: Any) -> int:
 
 
 def stages(rank: int, size: int, method: str) -> dict[str, Any]:
-    """PP groups beside TP groups: stages of one rank each, which send over gloo and do the rest through memory."""
+    """PP groups beside TP groups: stages of one rank each."""
     groups = init_groups(Layout(pp=size), rank, method, timeout_s=30)
     value = torch.zeros(1)
     if groups.pp.is_first:
@@ -107,8 +107,24 @@ def stages(rank: int, size: int, method: str) -> dict[str, Any]:
     result = {"value": value.item(), "tp": groups.tp.size, "last": groups.pp.is_last, "ring": _ring(groups.pp)}
     result["sum"] = groups.pp.all_reduce(torch.ones(1)).item()
     result["world_ring"] = _ring(groups.world)
+    result["threads"] = sorted({(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()})
+    result["sockets"] = len(psutil.Process().net_connections("all"))
     groups.close()
     return result
+
+
+def gloo_stages(rank: int, size: int, method: str) -> dict[str, Any]:
+    """As between machines."""
+    groups = init_groups(Layout(pp=size), rank, over_gloo(method), timeout_s=30)
+    pp, got = groups.pp, []
+    for data in (b"", b"tokens"):
+        if pp.is_first:
+            pp.send_bytes(data)
+        got.append(pp.recv_bytes().decode())
+        if not pp.is_first:
+            pp.send_bytes(data)
+    groups.close()
+    return {"ring": got}
 
 
 def tcp(rank: int, size: int, _method: str) -> dict[str, Any]:
@@ -275,6 +291,7 @@ RUNS: list[tuple[Callable[[int, int, str], dict[str, Any]], int]] = [
     (collectives, 3),
     (gloo_collectives, 3),
     (stages, 3),
+    (gloo_stages, 2),
     (tcp, 2),
     (two_worlds, 2),
     (killed, 3),

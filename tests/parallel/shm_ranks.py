@@ -37,6 +37,9 @@ def start_near_the_wrap(place: Rendezvous, size: int) -> None:
         for rank in range(size):
             at = boxes.word_at(kind, rank)
             memory.buf[at : at + 4] = NEAR_THE_WRAP.to_bytes(4, sys.byteorder)
+    for rank in range(size):
+        for at in (boxes.sent_at(rank), boxes.taken_at(rank)):
+            memory.buf[at : at + 4] = (2**32 - 64 * 100).to_bytes(4, sys.byteorder)
     memory.close()
 
 

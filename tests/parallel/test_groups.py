@@ -25,7 +25,17 @@ def test_the_console_stays_silent(ran: Ran) -> None:
     assert ran.console == ""
 
 
-ENDING_WELL = ["collectives", "gloo_collectives", "stages", "tcp", "two_worlds", "late", "absent", "alone"]
+ENDING_WELL = [
+    "collectives",
+    "gloo_collectives",
+    "stages",
+    "gloo_stages",
+    "tcp",
+    "two_worlds",
+    "late",
+    "absent",
+    "alone",
+]
 
 
 @pytest.mark.parametrize("function", ENDING_WELL)
@@ -66,7 +76,11 @@ def test_pipeline_stages_send_and_receive(ran: Ran) -> None:
     for rank, got in enumerate(ran["stages"]):
         ring = (rank - 1) % 3
         value = 42.0 if rank == 1 else 0.0
+        threads = got.pop("threads")
+        assert len(threads) == 1
+        assert got.pop("sockets") == 0
         assert got == {"value": value, "tp": 1, "last": rank == 2, "ring": ring, "sum": 3.0, "world_ring": ring}
+    assert ran["gloo_stages"] == [{"ring": ["", "tokens"]}] * 2
 
 
 def test_groups_over_tcp(ran: Ran) -> None:

@@ -4,7 +4,9 @@
 
     member lines   one a rank: pid, PID namespace, "has left"
     words          one a (group kind, rank): sequence word of that rank in its group of that kind
+    mail words     two a rank: how much was written into its ring, how much read from it
     slots          two a (group kind, rank): what that rank shows to the others
+    rings          one a rank: its messages to the next pipeline stage (drumline.parallel.mail)
 
 A rank is in one group of each kind, so (kind, rank) names a box without any table: the places do not depend on the
 layout of the world, only on its size, and whoever makes the memory need not know which groups there will be. Most
@@ -21,6 +23,8 @@ LINE = 128
 """Bytes between words of different writers: two cache lines of x86-64, which fetches them in pairs."""
 SLOT_BYTES = 512 << 10
 """Bytes that a rank can show at once; longer tensors go in pieces. Twice as much was no faster, half was slower."""
+MAIL_BYTES = 4 << 20
+"""Bytes of a ring; a power of two, at most 2^31."""
 
 _KINDS = {kind: index for index, kind in enumerate(GroupKind)}
 _PAGE = 4096
@@ -44,15 +48,27 @@ class Boxes:
         """One of the two slots of a rank in its group of this kind."""
         return self.control_bytes + (2 * self._box(kind, rank) + parity) * SLOT_BYTES
 
+    def sent_at(self, rank: int) -> int:
+        """The word that counts the bytes which a rank has written into its ring."""
+        return ((1 + len(_KINDS)) * self.ranks + rank) * LINE
+
+    def taken_at(self, rank: int) -> int:
+        """The word that counts the bytes which were read from a rank's ring."""
+        return ((2 + len(_KINDS)) * self.ranks + rank) * LINE
+
+    def mail_at(self, rank: int) -> int:
+        """The ring of a rank."""
+        return self.control_bytes + 2 * len(_KINDS) * self.ranks * SLOT_BYTES + rank * MAIL_BYTES
+
     @property
     def total_bytes(self) -> int:
         """Bytes of the whole memory."""
-        return self.control_bytes + 2 * len(_KINDS) * self.ranks * SLOT_BYTES
+        return self.mail_at(self.ranks)
 
     @property
     def control_bytes(self) -> int:
         """Bytes of member lines and words, which come first."""
-        return -(-(1 + len(_KINDS)) * self.ranks * LINE // _PAGE) * _PAGE
+        return -(-(3 + len(_KINDS)) * self.ranks * LINE // _PAGE) * _PAGE
 
     def _box(self, kind: GroupKind, rank: int) -> int:
         return _KINDS[kind] * self.ranks + rank

@@ -96,6 +96,21 @@ class ProcessGroup:
         with self._explained(f"recv from member {src}"):
             self._backend.recv([tensor], src, 0).wait()
 
+    def send_bytes(self, data: bytes, dst: int) -> None:
+        """Send to member ``dst``. CPU groups only."""
+        self.send(torch.tensor([len(data)]), dst)
+        if data:
+            self.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst)
+
+    def recv_bytes(self, src: int) -> bytes:
+        """Receive from member ``src``. CPU groups only."""
+        size = torch.empty(1, dtype=torch.int64)
+        self.recv(size, src)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        if len(data):
+            self.recv(data, src)
+        return data.numpy().tobytes()
+
     def broadcast_object(self, value: Any, src: int) -> Any:
         """Member ``src``'s object, pickled. CPU groups only."""
         if self._place == src:

@@ -4,11 +4,10 @@ Nothing here is global: any number of worlds may live in one process (not a test
 
 What moves the bytes is chosen once, when the groups are made:
 
-* CPU tensors, objects and barriers of ranks on one machine: shared memory (:mod:`drumline.parallel.shm`). No
-  listener, no thread.
+* CPU tensors, objects and barriers of ranks on one machine: shared memory (:mod:`drumline.parallel.shm`), and what a
+  pipeline stage sends to the next one (:mod:`drumline.parallel.mail`). No listener, no thread.
 * The same between machines: gloo (:mod:`drumline.parallel.c10d`).
 * Tensors on a device: the platform's backend, such as NCCL.
-* Sending CPU tensors to one member, which shared memory has not: gloo, for pipeline groups only.
 
 So each kind may have a device group, and a CPU group, so that objects and barriers never open a context on the
 device. On the cpu platform both are the same. Groups of size 1 have none and their operations return at once; a world
@@ -68,6 +67,12 @@ class Peers(Protocol):
     def recv(self, tensor: torch.Tensor, src: int) -> None:
         """Receive from member ``src``."""
 
+    def send_bytes(self, data: bytes, dst: int) -> None:
+        """Send to member ``dst``."""
+
+    def recv_bytes(self, src: int) -> bytes:
+        """Receive from member ``src``."""
+
 
 class _Resource(Protocol):
     def close(self) -> None: ...
@@ -111,6 +116,8 @@ class _ByDevice:
         self.broadcast_object = cpu.broadcast_object
         self.all_gather_object = cpu.all_gather_object
         self.barrier = cpu.barrier
+        self.send_bytes = self._cpu_peers.send_bytes
+        self.recv_bytes = self._cpu_peers.recv_bytes
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
         self._of(tensor).all_reduce(tensor, op)
@@ -142,6 +149,12 @@ class _NoPeers:
 
     def recv(self, tensor: torch.Tensor, src: int) -> None:
         self.send(tensor, src)
+
+    def send_bytes(self, data: bytes, dst: int) -> None:
+        raise ConfigError("only pipeline groups send bytes from one member to another")
+
+    def recv_bytes(self, src: int) -> bytes:
+        raise ConfigError("only pipeline groups send bytes from one member to another")
 
 
 class GroupCoordinator:
@@ -212,18 +225,23 @@ class GroupCoordinator:
     def send(self, tensor: torch.Tensor, dst: int | None = None) -> None:
         """Send a contiguous tensor to a member; by default the next one. Returns when it may be changed.
 
-        CPU tensors of ranks on one machine: pipeline groups only.
+        CPU tensors of ranks on one machine: pipeline groups only, and to the next one only.
         """
-        dst = (self.rank_in_group + 1) % self.size if dst is None else dst
-        self._not_self(dst)
-        self._peers.send(tensor, dst)
+        self._peers.send(tensor, self._after(dst))
 
     def recv(self, tensor: torch.Tensor, src: int | None = None) -> torch.Tensor:
         """Receive into a contiguous tensor from a member, by default the one before; returns the tensor."""
-        src = (self.rank_in_group - 1) % self.size if src is None else src
-        self._not_self(src)
-        self._peers.recv(tensor, src)
+        self._peers.recv(tensor, self._before(src))
         return tensor
+
+    def send_bytes(self, data: bytes, dst: int | None = None) -> None:
+        """Send bytes over the CPU to a member, by default the next one. Pipeline groups only. In order with tensors
+        that are on the CPU, too."""
+        self._peers.send_bytes(data, self._after(dst))
+
+    def recv_bytes(self, src: int | None = None) -> bytes:
+        """The bytes that a member, by default the one before, has sent next."""
+        return self._peers.recv_bytes(self._before(src))
 
     def broadcast_object(self, value: Any = None) -> Any:
         """Everyone gets the first member's object (pickled, over the CPU); others' arguments are ignored."""
@@ -237,9 +255,16 @@ class GroupCoordinator:
         """Wait until all members are here. Over the CPU, so that it opens no context on a device."""
         self._collectives.barrier()
 
-    def _not_self(self, peer: int) -> None:
+    def _after(self, dst: int | None) -> int:
+        return self._not_self((self.rank_in_group + 1) % self.size if dst is None else dst)
+
+    def _before(self, src: int | None) -> int:
+        return self._not_self((self.rank_in_group - 1) % self.size if src is None else src)
+
+    def _not_self(self, peer: int) -> int:
         if peer == self.rank_in_group:
             raise ValueError(f"{self!r} cannot send to or receive from itself")
+        return peer
 
 
 class Groups:
@@ -396,7 +421,7 @@ class _Joiner:
         shared = self._world.group(kind, ranks)
         if ranks != self.layout.group_of(GroupKind.PP, self.rank):
             return shared, None
-        return shared, self._keep(self._maker.gloo(kind, ranks))
+        return shared, self._world.mail(ranks)
 
     @cached_property
     def _maker(self) -> Maker:

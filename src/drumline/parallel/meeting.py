@@ -56,6 +56,9 @@ _QUIET = frozenset({errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT})
 _PID, _LEFT, _NAMESPACE = 0, 1, 2  # words of a member line
 
 
+WakeArguments = tuple[ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+
+
 class _Timespec(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64)]
 
@@ -112,10 +115,34 @@ class Members:
             return f"(pid {pid}) has died"
         return ""
 
+    def wake_arguments(self, word: int) -> WakeArguments:
+        """What :meth:`wake` wants, for whoever sleeps on this word."""
+        return self.number, self._address(word), ctypes.c_int(_FUTEX_WAKE), ctypes.c_int(_EVERYBODY)
+
+    @staticmethod
+    def wake(arguments: WakeArguments) -> None:
+        """Wake whoever sleeps on a word."""
+        _wake_call(*arguments)
+
+    def sleep(self, at: int, value: int, seconds: float) -> bool:
+        """Sleep while a word has this value; True if the time is over. Signals and spurious wakes end it early."""
+        whole = int(seconds)
+        timeout = _Timespec(whole, int((seconds - whole) * 1e9))
+        word, expected = self._address(at), ctypes.c_uint32(value)
+        if _wait_call(self.number, word, ctypes.c_int(_FUTEX_WAIT), expected, ctypes.byref(timeout), None, 0) == -1:
+            code = ctypes.get_errno()
+            if code not in _QUIET:
+                raise OSError(code, f"futex wait: {os.strerror(code)}")
+            return code == errno.ETIMEDOUT
+        return False
+
     def close(self) -> None:
         """Let go of the memory."""
         self.words.release()
         self.memory.close()
+
+    def _address(self, word: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.address + 4 * word)
 
     def _line(self, rank: int) -> int:
         return self.boxes.member_at(rank) // 4
@@ -148,7 +175,7 @@ class Meeting:
         self._others = tuple(at.values())
         self._ranks = {word: rank for rank, word in at.items()}
         self._number = self._words[self._own]
-        self._wake = (members.number, self._address(self._own), ctypes.c_int(_FUTEX_WAKE), ctypes.c_int(_EVERYBODY))
+        self._wake = members.wake_arguments(self._own)
 
     def meet(self, operation: str) -> None:
         """Say that I am here, and wait until all others are. ``operation`` is for the error.
@@ -190,23 +217,7 @@ class Meeting:
             left = deadline - time.monotonic()
             if gone or left <= 0:
                 raise CollectiveError(self._missing(operation, number, rank, gone))
-            overslept = self._sleep(at, value, min(left, RECHECK_S))
-
-    def _sleep(self, at: int, value: int, seconds: float) -> bool:
-        """Sleep while a word has this value; True if the time is over. Signals and spurious wakes end it early."""
-        whole = int(seconds)
-        timeout = _Timespec(whole, int((seconds - whole) * 1e9))
-        word, expected = self._address(at), ctypes.c_uint32(value)
-        number = self._members.number
-        if _wait_call(number, word, ctypes.c_int(_FUTEX_WAIT), expected, ctypes.byref(timeout), None, 0) == -1:
-            code = ctypes.get_errno()
-            if code not in _QUIET:
-                raise OSError(code, f"futex wait: {os.strerror(code)}")
-            return code == errno.ETIMEDOUT
-        return False
-
-    def _address(self, word: int) -> ctypes.c_void_p:
-        return ctypes.c_void_p(self._members.address + 4 * word)
+            overslept = self._members.sleep(at, value, min(left, RECHECK_S))
 
     def _missing(self, operation: str, number: int, rank: int, gone: str) -> str:
         where = f"{operation} of {self.name} on rank {self._members.rank}"

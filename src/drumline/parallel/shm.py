@@ -45,6 +45,7 @@ import torch
 from drumline.errors import ChannelClosedError
 from drumline.parallel.boxes import SLOT_BYTES
 from drumline.parallel.layout import GroupKind
+from drumline.parallel.mail import Mail
 from drumline.parallel.meeting import Meeting, Members
 
 ONE_SHOT_BYTES = 64 << 10
@@ -68,7 +69,7 @@ class World:
         self._members = Members(fd, ranks, rank, timeout_s)
         with torch.inference_mode(False):
             self._bytes = torch.frombuffer(self._members.memory.mapping(), dtype=torch.uint8)
-        self._groups: list[ShmGroup] = []
+        self._groups: list[ShmGroup | Mail] = []
         self._closed = False
 
     @property
@@ -81,6 +82,12 @@ class World:
         group = ShmGroup(self._members, self._bytes, kind, ranks)
         self._groups.append(group)
         return group
+
+    def mail(self, ranks: Sequence[int]) -> Mail:
+        """This rank's messages from and to its neighbours in its pipeline group."""
+        mail = Mail(self._members, ranks)
+        self._groups.append(mail)
+        return mail
 
     def close(self) -> None:
         """Tell the others, and let go of the memory. Idempotent."""
