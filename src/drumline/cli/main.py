@@ -18,6 +18,7 @@ SUBCOMMANDS = {
     "serve": "serve a model: OpenAI API and a chat page",
     "chat": "talk to a running server",
     "plan": "show processes, ranks, groups and queues for given flags; starts nothing",
+    "bench": "measure: load against a server, or the library offline",
 }
 
 
@@ -143,7 +144,13 @@ def _plan(argv: Sequence[str]) -> int:
     return plan.main(argv)
 
 
-_RUN = {"serve": _serve, "chat": _chat, "plan": _plan}
+def _bench(argv: Sequence[str]) -> int:
+    from drumline.cli import bench
+
+    return bench.main(argv)
+
+
+_RUN = {"serve": _serve, "chat": _chat, "plan": _plan, "bench": _bench}
 
 if __name__ == "__main__":
     sys.exit(main())
