@@ -235,3 +235,25 @@ def test_seams_of_an_emoji_sequence(byte_level: Tokenizer) -> None:
     text = "👨‍👩‍👧"
     deltas, _ = stream(byte_level, byte_level.encode(text, add_special_tokens=False))
     assert [delta for delta in deltas if delta] == list(text)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_stop_strings_are_not_looked_for_before_min_tokens(byte_level: Tokenizer, together: bool) -> None:
+    ids = byte_level.encode("abcabc", add_special_tokens=False)
+    assert len(ids) == 6
+
+    def run(min_tokens: int, stop: str, upto: int = 6) -> tuple[str, str | None]:
+        detokenizer = Detokenizer(byte_level, [5], SamplingParams(stop=stop, min_tokens=min_tokens))
+        said = ""
+        for piece in [ids[:upto]] if together else [[token] for token in ids[:upto]]:
+            text, found = detokenizer.push(piece)
+            said += text
+            if found is not None:
+                return said, found
+        return said + detokenizer.finish(), None
+
+    assert run(0, "bc") == run(2, "bc") == ("a", "bc")  # it may begin before, but must end behind
+    assert run(3, "bc") == ("abca", "bc")
+    assert run(5, "bc") == ("abca", "bc")
+    assert run(6, "bc") == ("abcabc", None)
+    assert run(5, "bc", upto=3) == ("abc", None)

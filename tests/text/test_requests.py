@@ -94,10 +94,65 @@ def test_several_outputs_have_seeds_in_a_row(builder: RequestBuilder) -> None:
     assert builder.prepare("r", [1], SamplingParams(seed=-5)).children[0].seed == 2**64 - 5
 
 
-def test_priorities_are_refused(builder: RequestBuilder) -> None:
-    with pytest.raises(RequestError, match="order of their arrival") as caught:
-        builder.prepare("r", [1], priority=2)
-    assert caught.value.param == "priority"
+def test_best_of_makes_more_children(builder: RequestBuilder) -> None:
+    prepared = builder.prepare("r", [1], SamplingParams(n=2, best_of=3, seed=5, prompt_logprobs=1))
+    assert [child.request_id for child in prepared.children] == ["0_r", "1_r", "2_r"]
+    assert [child.sampling.logprobs for child in prepared.children] == [0, 0, 0]
+    assert [child.sampling.prompt_logprobs for child in prepared.children] == [1, None, None]
+    assert [(child.sampling.n, child.sampling.best_of) for child in prepared.children] == [(1, None)] * 3
+    assert builder.prepare("r", [1], SamplingParams(n=2, best_of=2)).children[0].sampling.logprobs is None
+
+
+def test_priorities_pass_through(builder: RequestBuilder) -> None:
+    assert builder.prepare("r", [1], priority=-2).children[0].priority == -2
+
+
+def test_min_tokens(builder: RequestBuilder) -> None:
+    with pytest.raises(RequestError, match="min_tokens is 60, but with a prompt of 10 tokens only 54 fit") as caught:
+        builder.prepare("r", [1] * 10, SamplingParams(max_tokens=None, min_tokens=60))
+    assert caught.value.param == "min_tokens"
+    params = builder.prepare("r", [1] * 10, SamplingParams(max_tokens=100, min_tokens=60)).params
+    assert (params.min_tokens, params.max_tokens) == (54, 54)
+
+
+def test_bad_words_with_and_without_a_space(builder: RequestBuilder, byte_level: Tokenizer) -> None:
+    def ids(text: str) -> list[int]:
+        return byte_level.encode(text, add_special_tokens=False)
+
+    def found(*words: str) -> list[list[int]]:
+        return builder.prepare("r", [1], SamplingParams(bad_words=list(words))).children[0].bad_words_ids
+
+    assert len(ids("fox")) == len(ids(" fox"))
+    assert found("fox", "  fox") == [ids("fox"), ids(" fox")] * 2
+    assert len(ids("zq")) != len(ids(" zq"))
+    assert found("zq") == [ids("zq")]
+    assert found() == []
+    with pytest.raises(RequestError, match="' ' is no token at all") as caught:
+        found(" ")
+    assert caught.value.param == "bad_words"
+    with pytest.raises(RequestError, match="at most 128"):
+        found(*(f"fox{i}" for i in range(128)))
+    with pytest.raises(RequestError, match="at most 128 of 1024"):
+        found("\u6771" * 1025)
+
+
+def test_all_log_probabilities(byte_level: Tokenizer) -> None:
+    builder = RequestBuilder(byte_level, max_model_len=64, vocab_size=500, max_logprobs=-1)
+    params = builder.prepare("r", [1], SamplingParams(logprobs=-1, prompt_logprobs=-1)).params
+    assert (params.logprobs, params.prompt_logprobs) == (500, 500)
+    builder = RequestBuilder(byte_level, max_model_len=64, vocab_size=500)
+    for name in ("logprobs", "prompt_logprobs"):
+        for value in (-1, 21):
+            with pytest.raises(RequestError, match=f"^{name} must be at most 20, got {value}") as caught:
+                builder.prepare("r", [1], SamplingParams(**{name: value}))
+            assert caught.value.param == name
+
+
+def test_biases_of_the_api_are_bounded(builder: RequestBuilder) -> None:
+    assert builder.default_params(logit_bias={"5": 1000, "6": -1000.5}).logit_bias == {5: 100.0, 6: -100.0}
+    assert SamplingParams(logit_bias={5: 1000}).logit_bias == {5: 1000.0}
+    with pytest.raises(RequestError, match="logit_bias"):
+        builder.default_params(logit_bias={"5": "x"})
 
 
 def test_seeds_of_requests_without_one(byte_level: Tokenizer) -> None:
@@ -113,7 +168,7 @@ def test_seeds_of_requests_without_one(byte_level: Tokenizer) -> None:
 
 def test_end_of_sequence(builder: RequestBuilder) -> None:
     assert builder.prepare("r", [1]).children[0].eos_token_ids == [2]
-    assert builder.prepare("r", [1], SamplingParams(ignore_eos=True)).children[0].eos_token_ids == []
+    assert builder.prepare("r", [1], SamplingParams(ignore_eos=True)).children[0].eos_token_ids == [2]
 
 
 def test_defaults_of_the_model(byte_level: Tokenizer) -> None:
@@ -127,13 +182,17 @@ def test_defaults_of_the_model(byte_level: Tokenizer) -> None:
 def test_parameters_that_the_engine_cannot_meet(builder: RequestBuilder) -> None:
     with pytest.raises(RequestError, match="logprobs must be at most 20"):
         builder.prepare("r", [1], SamplingParams(logprobs=21))
-    with pytest.raises(RequestError, match="stop_token_ids: 500 is outside"):
-        builder.prepare("r", [1], SamplingParams(stop_token_ids=[500]))
+    for name, value in (("stop_token_ids", [500]), ("allowed_token_ids", [1, 500]), ("logit_bias", {500: 1.0})):
+        with pytest.raises(RequestError, match=f"{name}: 500 is outside") as caught:
+            builder.prepare("r", [1], SamplingParams(**{name: value}))
+        assert caught.value.param == name
     bare = RequestBuilder(None, max_model_len=64, vocab_size=500, eos_token_ids=[2, 600])
     with pytest.raises(RequestError, match="skip_tokenizer_init"):
         bare.prepare("r", "text")
     with pytest.raises(RequestError, match="stop needs a tokenizer"):
         bare.prepare("r", [1], SamplingParams(stop="x"))
+    with pytest.raises(RequestError, match="bad_words needs a tokenizer"):
+        bare.prepare("r", [1], SamplingParams(bad_words=["x"]))
     assert bare.prepare("r", [1]).children[0].eos_token_ids == [2]
 
 

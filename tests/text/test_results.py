@@ -126,3 +126,35 @@ def test_without_a_tokenizer() -> None:
     output = assembler.result().outputs[0]
     assert (output.text, output.token_ids) == ("", [7])
     assert output.logprobs == [{7: Logprob(-0.1, 1, None)}]
+
+
+def test_log_probabilities_of_the_prompt(byte_level: Tokenizer) -> None:
+    assembler = assemble(byte_level, prompt_logprobs=1)  # the prompt is [5, 6]
+    assert assembler.result().prompt_logprobs is None
+    assembler.push(out("r", 0, [7], prompt_logprobs=[TokenLogprobs(-2.0, 3, [8], [-0.5])]))
+    expected = [None, {6: Logprob(-2.0, 3, byte_level.token_text(6)), 8: Logprob(-0.5, 1, byte_level.token_text(8))}]
+    assert assembler.result().prompt_logprobs == expected
+    # an engine that recovered says it again
+    assembler.push(out("r", 0, [7, 9], prompt_logprobs=[TokenLogprobs(-2.0, 3, [8], [-0.5])], finish_reason="length"))
+    assert assembler.result().prompt_logprobs == expected
+    assert assembler.result().outputs[0].logprobs is None
+
+
+def test_best_of() -> None:
+    def run(**params: object) -> OutputAssembler:
+        assembler = assemble(None, best_of=3, **params)
+        for child, values in enumerate([[-1.0, -2.0], [-0.5], [-1.0, -0.5, -0.9]]):
+            rows = [TokenLogprobs(value, 1) for value in values]
+            assembler.push(out(f"{child}_r", 0, [10 + child] * len(rows), logprobs=rows, finish_reason="length"))
+        assert assembler.finished
+        return assembler
+
+    assembler = run(n=2)
+    outputs = assembler.result().outputs
+    assert [(o.index, o.token_ids, o.logprobs, o.cumulative_logprob) for o in outputs] == [
+        (0, [11], None, None),
+        (1, [12] * 3, None, None),
+    ]
+    assert assembler.num_tokens == 6
+    (best,) = run(n=1, logprobs=0).result().outputs
+    assert (best.cumulative_logprob, best.logprobs) == (-0.5, [{11: Logprob(-0.5, 1, None)}])

@@ -36,12 +36,18 @@ def test_end_of_sequence_ids(byte_level_path: Path, tmp_path: Path) -> None:
     assert read_eos_token_ids(tmp_path) == ()
 
 
-def test_sampling_defaults(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sampling_defaults(tmp_path: Path) -> None:
     assert read_sampling_defaults(tmp_path) == {}
     found: dict[str, Any] = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "max_new_tokens": 64, "do_sample": True}
-    (tmp_path / "generation_config.json").write_text(json.dumps(found | {"repetition_penalty": 1.1}))
-    assert read_sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "max_tokens": 64}
-    assert "repetition_penalty=1.1 is not supported yet" in caplog.text
+    (tmp_path / "generation_config.json").write_text(json.dumps(found | {"repetition_penalty": 1.1, "min_p": 0.05}))
+    assert read_sampling_defaults(tmp_path) == {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.9,
+        "max_tokens": 64,
+        "repetition_penalty": 1.1,
+        "min_p": 0.05,
+    }
 
 
 def test_bytes_of_tokens(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:

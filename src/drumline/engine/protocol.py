@@ -7,7 +7,7 @@ engine core's control connection.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ import msgspec
 
 from drumline.config import EngineConfig
 from drumline.errors import FailureReport
-from drumline.plan.sampling import SamplingParams
+from drumline.plan.sampling import MAX_LOGPROBS, SamplingParams
 from drumline.plan.step import TokenLogprobs
 
 
@@ -30,8 +30,12 @@ class EngineRequest(msgspec.Struct, tag="add", kw_only=True):
     seed: int
     """Resolved 64-bit seed."""
     eos_token_ids: list[int] = []
-    """Tokens that end the output, unless ``sampling.ignore_eos``."""
+    """Tokens that end the output, unless ``sampling.ignore_eos``. Not chosen before ``sampling.min_tokens`` in any
+    case."""
+    bad_words_ids: list[list[int]] = []
+    """``sampling.bad_words`` as token ids, in all ways that are to be looked for."""
     priority: int = 0
+    """Lower ones are served first."""
     cache_salt: str = ""
     """Requests share prefix blocks only with those of the same salt."""
     arrival: float = msgspec.field(default_factory=time.time)
@@ -60,6 +64,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] = []
     """One for each token, or empty if not asked for."""
+    prompt_logprobs: list[TokenLogprobs] = []
+    """One for each token of the prompt but the first, if asked for: all of them, in the request's first output."""
     finish_reason: str | None = None
     """``stop``, ``length``, ``abort``, ``error``, or None while it goes on."""
     stop_reason: int | str | None = None
@@ -109,6 +115,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     vocab_size: int
     dtype: str
     model_type: str = ""
+    max_logprobs: int = MAX_LOGPROBS
+    """Most log-probabilities that a request may ask for at each position; -1: the whole vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +136,16 @@ class ProcessState(msgspec.Struct, kw_only=True):
     rank: int | None = None
     phase: str = "starting"
     """``starting``, ``imports``, ``init_device``, ``load_model 40%``, ``ready`` ..."""
+
+
+class OutputHandle(Protocol):
+    """One request of :meth:`AsyncEngine.open`. Methods are called on the engine's loop."""
+
+    def resume(self) -> None:
+        """Ask again whether what waits is taken."""
+
+    def close(self) -> None:
+        """No call follows; a request that still runs is aborted. Idempotent."""
 
 
 class AsyncEngine(Protocol):
@@ -152,6 +170,16 @@ class AsyncEngine(Protocol):
 
     def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
         """Outputs of one request. Closing the iterator aborts the request. EngineDeadError if the engine dies."""
+
+    def open(
+        self, request: EngineRequest, on_output: Callable[[RequestOutput], bool], on_dead: Callable[[], None]
+    ) -> OutputHandle:
+        """The same without a task switch for each token: calls on the loop, none of which may raise.
+
+        ``on_output`` gets all that has come since it last took something, as one output, and says whether it takes
+        it; what it leaves waits, and what comes meanwhile is added to it. ``on_dead`` is called if the engine dies
+        before the last output. EngineDeadError if it is dead already.
+        """
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; their iterators end with finish_reason ``abort``."""

@@ -45,11 +45,16 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from drumline.engine.blocks import BlockPool, HashChain
 from drumline.engine.protocol import EngineRequest, EngineStats, RequestOutput
 from drumline.errors import RequestError
-from drumline.plan.sampling import SamplingParams, SlotSampling
-from drumline.plan.step import BY_VALUE, SlotStart, StepOutput, StepPlan, TokenLogprobs, ints, pack
+from drumline.plan.sampling import SlotSampling
+from drumline.plan.step import BY_VALUE, PromptLogprobs, SlotStart, StepOutput, StepPlan, TokenLogprobs, ints, pack
+
+MAX_SCORED = 256
+"""Prompt tokens whose log-probabilities one plan computes: each takes a row of logits over the whole vocabulary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +116,10 @@ class Request:
     """Prompt tokens found in the prefix cache when it was first let in; -1: it never was."""
     shares: bool = True
     """Its blocks may become known prefixes (not after the cache was reset under it)."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Those of the prompt's tokens 1, 2, ... that are known; None if they were not asked for."""
+    scoring: bool = False
+    """The workers were told to compute them when it was let in."""
     finished: bool = False
 
     @property
@@ -132,6 +141,10 @@ class _Rows:
     blocks: list[int] = field(default_factory=list)
     sampling: list[tuple[Request, int, int]] = field(default_factory=list)
     """Rows that sample: request, slot, output index."""
+    scored: int = MAX_SCORED
+    """Prompt tokens whose log-probabilities may still be computed."""
+    prompts: dict[int, Request] = field(default_factory=dict)
+    """Requests by slot whose rows compute some."""
 
     def pack(self, step: int, freed: list[int]) -> StepPlan:
         """The plan."""
@@ -156,6 +169,8 @@ class _Issued:
 
     step: int
     rows: list[tuple[Request, int, int]]
+    prompts: dict[int, Request]
+    """Requests by slot, some of whose prompt's log-probabilities the plan computes."""
 
 
 class Scheduler:
@@ -204,6 +219,8 @@ class Scheduler:
         slots, tokens = ints(output.slots).tolist(), ints(output.tokens).tolist()
         if slots != [slot for _, slot, _ in issued.rows] or len(tokens) != len(slots):
             raise ValueError(f"the output of step {output.step} has slots {slots}, not those of its plan")
+        for entry in output.prompt_logprobs:
+            self._take_prompt(issued.prompts[entry.slot], entry)
         logprobs = output.logprobs or [None] * len(tokens)
         results = []
         for (request, _, index), token, logprob in zip(issued.rows, tokens, logprobs, strict=True):
@@ -259,7 +276,7 @@ class Scheduler:
         if not rows.rows:
             return None
         plan = rows.pack(self._step, self._freed)
-        self._issued.append(_Issued(self._step, rows.sampling))
+        self._issued.append(_Issued(self._step, rows.sampling, rows.prompts))
         self._freed = []
         self._step += 1
         return plan
@@ -324,8 +341,9 @@ class Scheduler:
             self._add_row(rows, request, cached + self.pool.allocate(missing))
 
     def _cached_blocks(self, request: Request) -> list[int]:
-        """Known blocks of the request's prefix; never all of its tokens."""
-        if not self.pool.enable_prefix_caching:
+        """Known blocks of the request's prefix; never all of its tokens. None if the prompt's log-probabilities are
+        wanted, which come from computing it."""
+        if not self.pool.enable_prefix_caching or self._unscored(request):
             return []
         request.chain.extend(request.tokens)
         usable = (len(request.tokens) - 1) // self.pool.block_size
@@ -338,6 +356,10 @@ class Scheduler:
         request.next_register = (len(cached) + 1) * self.pool.block_size
         request.last_step = BY_VALUE
         request.shares = True
+        request.scoring = self._unscored(request)
+        sampling = request.sampling
+        if request.prompt_logprobs is not None and not request.scoring:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)
         if request.num_cached < 0:
             request.num_cached = request.num_computed
             self._prefix_queries += len(request.tokens) if self.pool.enable_prefix_caching else 0
@@ -349,7 +371,7 @@ class Scheduler:
                 request_id=request.id,
                 tokens=pack(request.tokens),
                 num_prompt=request.num_prompt,
-                sampling=request.sampling,
+                sampling=sampling,
             )
         )
 
@@ -358,6 +380,8 @@ class Scheduler:
         known, computed, pending = len(request.tokens), request.num_computed, request.pending
         left = known + pending - computed
         count = min(left, rows.budget)
+        if request.scoring:
+            count = self._score(rows, request, count)
         rows.rows.append((request.slot, count, computed, request.last_step, len(appended), int(count == left)))
         if appended:
             request.blocks += appended
@@ -370,6 +394,23 @@ class Scheduler:
             request.last_step = self._step
         if request.num_computed >= request.next_register:
             self._register(request)
+
+    def _score(self, rows: _Rows, request: Request, count: int) -> int:
+        """Note that log-probabilities of prompt tokens come with a row of ``count`` tokens; how many it may have."""
+        scored = min(request.num_computed + count, request.num_prompt - 1) - request.num_computed
+        if scored <= 0:
+            return count
+        rows.prompts[request.slot] = request
+        if scored >= rows.scored and self.limits.enable_chunked_prefill:
+            count = min(count, rows.scored)
+            rows.budget = count  # the rest of the plan's tokens stays unused: it goes on with this row in the next one
+        rows.scored -= scored
+        return count
+
+    @staticmethod
+    def _unscored(request: Request) -> bool:
+        """Log-probabilities of its prompt are wanted and not all known."""
+        return request.prompt_logprobs is not None and len(request.prompt_logprobs) < request.num_prompt - 1
 
     def _register(self, request: Request) -> None:
         """Tell the prefix cache of blocks that are full, computed and known."""
@@ -421,22 +462,43 @@ class Scheduler:
             tokens=list(prompt),
             num_prompt=len(prompt),
             max_length=max_length,
-            sampling=self._slot_sampling(sampling, request.seed),
+            sampling=self._slot_sampling(request),
             end_tokens=frozenset(() if sampling.ignore_eos else request.eos_token_ids),
             stop_tokens=frozenset(sampling.stop_token_ids or ()),
+            prompt_logprobs=None if sampling.prompt_logprobs is None else [],
             chain=HashChain(self.pool.block_size, request.cache_salt),
         )
 
-    def _slot_sampling(self, sampling: SamplingParams, seed: int) -> SlotSampling:
-        """What the workers need. Numbers are brought into the ranges that they keep (int32): what a client asks for
-        must never be what breaks a step."""
-        most = self.limits.vocab_size or 2**31 - 1
+    def _slot_sampling(self, request: EngineRequest) -> SlotSampling:
+        """What the workers need. Numbers are brought into the ranges that they keep (int32, ids of the vocabulary):
+        what a client asks for must never be what breaks a step."""
+        sampling, most = request.sampling, self.limits.vocab_size or 2**31 - 1
+
+        def known(ids: Iterable[int] | None) -> tuple[int, ...]:
+            return tuple(token for token in dict.fromkeys(ids or ()) if 0 <= token < most)
+
+        def counted(logprobs: int | None) -> int:
+            return -1 if logprobs is None else min(logprobs, most) if logprobs >= 0 else most
+
+        bias = sampling.logit_bias or {}
+        ends = known([*request.eos_token_ids, *(sampling.stop_token_ids or ())]) if sampling.min_tokens else ()
         return SlotSampling(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k if 0 < sampling.top_k < most else 0,
-            seed=seed % 2**64,
-            logprobs=-1 if sampling.logprobs is None else min(sampling.logprobs, most),
+            seed=request.seed % 2**64,
+            logprobs=counted(sampling.logprobs),
+            prompt_logprobs=counted(sampling.prompt_logprobs),
+            min_p=sampling.min_p,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            bias_ids=known(bias),
+            bias_values=tuple(bias[token] for token in known(bias)),
+            allowed_ids=known(sampling.allowed_token_ids),
+            bad_words=tuple(tuple(word) for word in request.bad_words_ids if word and known(word[-1:])),
+            min_tokens=min(sampling.min_tokens, 2**31 - 1) if ends else 0,
+            end_ids=ends,
         )
 
     def _take(self, request: Request, index: int, token: int, logprob: TokenLogprobs | None) -> RequestOutput:
@@ -451,6 +513,8 @@ class Scheduler:
             logprobs=[logprob] if request.sampling.logprobs >= 0 else [],
             num_cached_tokens=max(request.num_cached, 0),
         )
+        if index == 0 and request.prompt_logprobs:
+            output.prompt_logprobs = request.prompt_logprobs
         if token in request.end_tokens:
             output.finish_reason = "stop"
         elif token in request.stop_tokens:
@@ -462,6 +526,13 @@ class Scheduler:
         if output.finish_reason is not None:
             self._finish(request)
         return output
+
+    @staticmethod
+    def _take_prompt(request: Request, entry: PromptLogprobs) -> None:
+        """Keep log-probabilities of a prompt; after a preemption some come again."""
+        known = request.prompt_logprobs
+        assert known is not None, "log-probabilities came that nobody asked for"
+        known += entry.rows[max(len(known) + 1 - entry.first, 0) :]
 
     def _preempt(self, request: Request) -> None:
         """Take everything from the latest arrived running request; it will be recomputed from its tokens."""

@@ -17,6 +17,9 @@ MIN_TEMPERATURE = 0.01
 MAX_N = 16384
 """Most outputs of one prompt."""
 
+MAX_LOGPROBS = 20
+"""Most top log-probabilities a request may ask for unless the engine is told otherwise, as in vLLM and OpenAI's API."""
+
 
 class RequestOutputKind(enum.Enum):
     """What each result of a stream (:class:`drumline.AsyncLLM`) has in it. Offline calls give whole results only."""
@@ -48,8 +51,9 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
     """How the tokens of one request are chosen and when they end.
 
     Raises :class:`RequestError` (a ValueError) that names the parameter if a value cannot work. Values are brought
-    into one form: ``stop``, ``stop_token_ids`` and ``bad_words`` are lists afterwards, ``logprobs=True`` is 1, ``seed=-1`` is None,
-    ``top_k=-1`` is 0, and with temperature 0 ``top_p``, ``top_k`` and ``min_p`` are off (penalties, biases and bans are not).
+    into one form: ``stop``, ``stop_token_ids`` and ``bad_words`` are lists afterwards, ``logprobs=True`` is 1,
+    ``seed=-1`` is None, ``top_k=-1`` is 0, and with temperature 0 ``top_p``, ``top_k`` and ``min_p`` are off
+    (penalties, biases and bans are not).
     """
 
     top_p: float = 1.0

@@ -103,6 +103,16 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     top_logprobs: list[float] = []
 
 
+class PromptLogprobs(msgspec.Struct, array_like=True, gc=False):
+    """Log-probabilities of tokens of a slot's prompt. After a preemption the same ones come again."""
+
+    slot: int
+    first: int
+    """Position in the prompt of the first token; at least 1, since nothing is before token 0."""
+    rows: list[TokenLogprobs]
+    """``logprob`` and ``rank`` are those of the prompt's own token."""
+
+
 class StepOutput(msgspec.Struct, array_like=True, gc=False):
     """What the output rank answers: one token for each row with ``sample`` 1, in the order of the rows."""
 
@@ -113,6 +123,8 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
     """[S] packed int32."""
     logprobs: list[TokenLogprobs | None] = []
     """[S], or empty if no row asked."""
+    prompt_logprobs: list[PromptLogprobs] = []
+    """One for each row that asked and computed tokens of its prompt, in the order of the rows."""
 
 
 _encoder = msgspec.msgpack.Encoder()

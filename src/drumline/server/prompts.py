@@ -15,11 +15,11 @@ import msgspec
 from drumline.config import EngineConfig
 from drumline.engine.protocol import EngineInfo
 from drumline.errors import RequestError
-from drumline.plan.sampling import SamplingParams
+from drumline.plan.sampling import MAX_LOGPROBS, SamplingParams
 from drumline.server.errors import ApiError, bad_request
 from drumline.server.http import whole_number
 from drumline.server.schema import REFUSED, ChatRequest, CompletionRequest, SamplingFields
-from drumline.text.requests import MAX_LOGPROBS, TOO_LONG, PreparedRequest, RequestBuilder
+from drumline.text.requests import TOO_LONG, PreparedRequest, RequestBuilder
 from drumline.text.tokenizer import Tokenizer, read_eos_token_ids, read_sampling_defaults
 
 T = TypeVar("T")

@@ -33,8 +33,9 @@ class Detokenizer:
     """The text of one output.
 
     ``push`` gives the text that new tokens make certain, and the stop string that was found, after which the output
-    is over. A token that ends the output by itself (end of sequence, ``stop_token_ids``) adds no text unless
-    ``include_stop_str_in_output``. ``tokenizer=None`` or ``params.detokenize=False``: no text at all.
+    is over (before ``min_tokens`` tokens none is). A token that ends the output by itself (end of sequence,
+    ``stop_token_ids``) adds no text unless ``include_stop_str_in_output``. ``tokenizer=None`` or
+    ``params.detokenize=False``: no text at all.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -48,6 +49,8 @@ class Detokenizer:
         if tokenizer is not None and not self._include_stop:
             eos = () if params.ignore_eos else tokenizer.eos_token_ids
             self._silent = frozenset([*eos, *(params.stop_token_ids or ())])
+        self._deaf = params.min_tokens if params.stop_strings else 0
+        """How many of the next tokens' characters cannot complete a stop string."""
         self._stops = [StopMatcher(text) for text in params.stop_strings]
         self._beginnings = frozenset(stop.text[0] for stop in self._stops)
         self._matched = 0
@@ -62,9 +65,10 @@ class Detokenizer:
         said = []
         for place, token in enumerate(token_ids):
             new = self._stream.flush() if token in self._silent else self._stream.step(token)
+            deaf, self._deaf = self._deaf > 0, max(self._deaf - 1, 0)
             if not new:
                 continue
-            text, stop = self._scan(new)
+            text, stop = self._scan(new, deaf=deaf)
             said.append(text)
             if stop is not None:
                 self.consumed = place + 1
@@ -76,21 +80,22 @@ class Detokenizer:
         """Text that was held back, once it is known that no token will follow."""
         if self._stream is None:
             return ""
-        text, stop = self._scan(self._stream.flush())
+        text, stop = self._scan(self._stream.flush(), deaf=self._deaf > 0)
         self._stream = None
         if stop is None:
             text, self._held = text + self._held, ""
         return text
 
-    def _scan(self, new: str) -> tuple[str, str | None]:
-        """``new`` text behind what is held: what of it is certain, and the stop string in it."""
+    def _scan(self, new: str, *, deaf: bool = False) -> tuple[str, str | None]:
+        """``new`` text behind what is held: what of it is certain, and the stop string in it (``deaf``: none is found,
+        but one may begin in it)."""
         if not self._matched and self._beginnings.isdisjoint(new):
             return new, None
         text = self._held + new
         begin = len(self._held)
         for place, char in enumerate(new):
             # Not a generator: all automatons must read the character.
-            for found in [stop for stop in self._stops if stop.read(char)]:
+            for found in [stop for stop in self._stops if stop.read(char) and not deaf]:
                 end = begin + place + 1
                 self._held = ""
                 return text[: end if self._include_stop else end - len(found.text)], found.text

@@ -3,7 +3,8 @@
 One :class:`RequestBuilder` for each engine. A prompt with n outputs becomes n engine requests ("children"), which
 share the prompt's KV through the prefix cache; child i is named ``i_<request id>``, and draws its random numbers from
 seed + i (modulo 2^64), so that the children differ and each can be had alone: n = 1 with seed s + i gives what child i
-of seed s gave.
+of seed s gave. With ``best_of`` there are more children than outputs, and ``text.results`` chooses among them. Only the
+first child asks for the prompt's log-probabilities.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import Any
 
 from drumline.engine.protocol import EngineRequest
 from drumline.errors import RequestError
-from drumline.plan.sampling import SamplingParams
+from drumline.plan.sampling import MAX_LOGPROBS, SamplingParams
 from drumline.text.tokenizer import Tokenizer
 
-MAX_LOGPROBS = 20
-"""Most top log-probabilities a request may ask for, as in vLLM and OpenAI's API."""
+MAX_BAD_WORDS = 128
+"""Most token sequences that the bad words of one request may come to."""
+MAX_BAD_WORDS_TOKENS = 1024
+"""Most tokens in them."""
 TOO_LONG = "context_length_exceeded"
 """OpenAI's code for what does not fit into the model's context; clients look for it."""
 _SEEDS = 2**64
@@ -39,9 +42,9 @@ class PreparedRequest:
     """Text of the prompt, if it came as text."""
     prompt_token_ids: list[int]
     params: SamplingParams
-    """As given, with ``max_tokens`` resolved."""
+    """As given, with ``max_tokens`` resolved, and -1 log-probabilities as the size of the vocabulary."""
     children: list[EngineRequest]
-    """One for each output; the output's index is the place in this list."""
+    """One for each output, whose index is the place in this list; with ``best_of``, those to choose from."""
 
 
 class RequestBuilder:
@@ -63,11 +66,12 @@ class RequestBuilder:
         ``vocab_size`` is the model's. ``eos_token_ids`` None: the tokenizer's. ``sampling_defaults`` as
         :func:`~drumline.text.tokenizer.read_sampling_defaults` gives them. ``seed``: requests without a seed get
         theirs from a generator that begins with it, so that a program repeats itself; None: from the system.
+        ``max_logprobs``: most that a request may ask for (-1: no limit); here is where it is enforced.
         """
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self.max_logprobs = max_logprobs
+        self.max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
         if eos_token_ids is None:
             eos_token_ids = tokenizer.eos_token_ids if tokenizer is not None else ()
         self.eos_token_ids = [token for token in eos_token_ids if 0 <= token < vocab_size]
@@ -75,7 +79,13 @@ class RequestBuilder:
         self._draw = random.Random(seed).getrandbits if seed is not None else secrets.randbits
 
     def default_params(self, **given: Any) -> SamplingParams:
-        """Sampling parameters with the model's defaults (generation_config.json) where ``given`` has none or None."""
+        """Sampling parameters with the model's defaults (generation_config.json) where ``given`` has none or None.
+
+        As this is what requests of the API come through, biases are brought into OpenAI's range, -100 to 100.
+        """
+        bias = given.get("logit_bias")
+        if isinstance(bias, Mapping) and all(type(value) in (int, float) for value in bias.values()):
+            given["logit_bias"] = {token: min(max(value, -100), 100) for token, value in bias.items()}
         return SamplingParams(**{**self._defaults, **{k: v for k, v in given.items() if v is not None}})
 
     def prepare(
@@ -95,32 +105,31 @@ class RequestBuilder:
         ``strict_max_tokens``. ``add_special_tokens`` False is for texts that a chat template has written. Raises
         :class:`RequestError` that says what to change.
         """
-        if priority:
-            raise RequestError(
-                f"priority = {priority} is not supported: requests are served in the order of their arrival. Leave it "
-                "out or at 0.",
-                param="priority",
-                code="unsupported_parameter",
-            )
         params = self.default_params() if params is None else params
         text, token_ids, salt = self._tokens(prompt, add_special_tokens)
         self._check_params(params)
-        params = params.clone()
-        params.max_tokens = self._max_tokens(len(token_ids), params.max_tokens, strict_max_tokens)
-        seed = (params.seed if params.seed is not None else self._draw(64)) % _SEEDS
+        params = self._resolve(params, len(token_ids), strict_max_tokens)
+        bad_words = self._bad_words(params.bad_words or ())
         single = params.clone()
-        single.n = 1
+        single.n, single.best_of, single.prompt_logprobs = 1, None, None
+        count = params.best_of or params.n
+        if count > params.n and single.logprobs is None:
+            single.logprobs = 0  # to rank them by
+        first = single.clone()
+        first.prompt_logprobs = params.prompt_logprobs
+        seed = (params.seed if params.seed is not None else self._draw(64)) % _SEEDS
         children = [
             EngineRequest(
-                request_id=request_id if params.n == 1 else f"{index}_{request_id}",
+                request_id=request_id if count == 1 else f"{index}_{request_id}",
                 prompt_token_ids=token_ids,
-                sampling=single,
+                sampling=single if index else first,
                 seed=(seed + index) % _SEEDS,
-                eos_token_ids=[] if params.ignore_eos else self.eos_token_ids,
+                eos_token_ids=self.eos_token_ids,
+                bad_words_ids=bad_words,
                 priority=priority,
                 cache_salt=cache_salt or salt,
             )
-            for index in range(params.n)
+            for index in range(count)
         ]
         return PreparedRequest(
             request_id=request_id, prompt=text, prompt_token_ids=token_ids, params=params, children=children
@@ -201,18 +210,62 @@ class RequestBuilder:
     # ------------------------------------------------------------------------------------------------ parameters
 
     def _check_params(self, params: SamplingParams) -> None:
-        if params.logprobs is not None and params.logprobs > self.max_logprobs:
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and (self.vocab_size if asked == -1 else asked) > self.max_logprobs:
+                raise RequestError(f"{name} must be at most {self.max_logprobs}, got {asked}.", param=name)
+        for name in ("stop_strings", "bad_words"):
+            if getattr(params, name) and self.tokenizer is None:
+                name = name.removesuffix("_strings")
+                raise RequestError(f"{name} needs a tokenizer, which was not loaded (skip_tokenizer_init).", param=name)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(params, name) or ():
+                if token >= self.vocab_size:
+                    raise RequestError(
+                        f"{name}: {token} is outside of the model's vocabulary (0 to {self.vocab_size - 1}).",
+                        param=name,
+                    )
+
+    def _resolve(self, params: SamplingParams, length: int, strict_max_tokens: bool) -> SamplingParams:
+        """A copy whose numbers are those that hold for a prompt of ``length`` tokens."""
+        asked, most = params.max_tokens, self._max_tokens(length, params.max_tokens, strict_max_tokens)
+        if asked is None and params.min_tokens > most:
             raise RequestError(
-                f"logprobs must be at most {self.max_logprobs}, got {params.logprobs}.", param="logprobs"
+                f"min_tokens is {params.min_tokens}, but with a prompt of {length} tokens only {most} fit into the "
+                f"{self.max_model_len} tokens that this model takes.",
+                param="min_tokens",
             )
-        if params.stop_strings and self.tokenizer is None:
-            raise RequestError("stop needs a tokenizer, which was not loaded (skip_tokenizer_init).", param="stop")
-        for token in params.stop_token_ids or ():
+        params = params.clone()
+        params.max_tokens, params.min_tokens = most, min(params.min_tokens, most)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(params, name) is not None:
+                setattr(params, name, self.vocab_size if getattr(params, name) == -1 else getattr(params, name))
+        return params
+
+    def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Token sequences of words: each as it begins a text, and as it follows a space if that is one of as many
+        tokens with another first one (as vLLM does it)."""
+        found: list[list[int]] = []
+        for word in words:
+            assert self.tokenizer is not None
+            bare, spaced = (
+                self.tokenizer.encode(before + word.lstrip(), add_special_tokens=False) for before in ("", " ")
+            )
+            if not bare:
+                raise RequestError(f"bad_words: {word!r} is no token at all.", param="bad_words")
+            found.append(bare)
+            if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
+                found.append(spaced)
+        if len(found) > MAX_BAD_WORDS or sum(map(len, found)) > MAX_BAD_WORDS_TOKENS:
+            raise RequestError(
+                f"bad_words are {len(found)} sequences of {sum(map(len, found))} tokens; at most {MAX_BAD_WORDS} of "
+                f"{MAX_BAD_WORDS_TOKENS} are possible.",
+                param="bad_words",
+            )
+        for token in (token for ids in found for token in ids):
             if token >= self.vocab_size:
-                raise RequestError(
-                    f"stop_token_ids: {token} is outside of the model's vocabulary (0 to {self.vocab_size - 1}).",
-                    param="stop_token_ids",
-                )
+                raise RequestError(f"bad_words: token {token} is outside of the model's vocabulary.", param="bad_words")
+        return found
 
     def _max_tokens(self, length: int, asked: int | None, strict: bool) -> int:
         room = self.max_model_len - length

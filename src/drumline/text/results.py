@@ -1,9 +1,14 @@
-"""What users get back: results shaped as vLLM's, and the assembler that makes them of the engine's outputs."""
+"""What users get back: results shaped as vLLM's, and the assembler that makes them of the engine's outputs.
+
+``best_of`` (which vLLM has given up) is done here: all children run, and the result has the ``n`` of them whose tokens
+have the highest mean log-probability, best first; equals in the order of their indices. It is known only at the end, so
+it cannot be streamed: whoever calls :meth:`OutputAssembler.push` gets children, not outputs, then.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from drumline.engine.protocol import RequestOutput as EngineOutput
 from drumline.errors import DrumlineError
@@ -55,7 +60,8 @@ class RequestOutput:
     prompt_token_ids: list[int] | None
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each token of the prompt: itself and the most likely ones; None for the first, which nothing is before."""
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache."""
     metrics: None = None
@@ -76,6 +82,11 @@ class _Child:
     output: CompletionOutput = field(init=False)
     cached: int = 0
 
+    @property
+    def mean_logprob(self) -> float:
+        """Of the output's tokens, for ``best_of``."""
+        return (self.output.cumulative_logprob or 0.0) / max(len(self.output.token_ids), 1)
+
     def __post_init__(self) -> None:
         self.output = CompletionOutput(index=self.index, text="", token_ids=[])
 
@@ -95,8 +106,10 @@ class OutputAssembler:
             child.request_id: _Child(index, Detokenizer(tokenizer, prepared.prompt_token_ids, params))
             for index, child in enumerate(prepared.children)
         }
+        self._wants_logprobs = params.logprobs is not None or len(self._children) > params.n
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         for child in self._children.values():
-            if params.logprobs is not None:
+            if self._wants_logprobs:
                 child.output.logprobs, child.output.cumulative_logprob = [], 0.0
         self._aborts: list[str] = []
 
@@ -134,6 +147,8 @@ class OutputAssembler:
         child.cached = child.cached or new.num_cached_tokens
         if not tokens and new.finish_reason is None:
             return None
+        if child.index == 0 and tokens:
+            self._take_prompt_logprobs(new.prompt_logprobs)
         text, stop = child.detokenizer.push(tokens)
         tokens = tokens[: child.detokenizer.consumed]
         delta = CompletionOutput(index=child.index, text=text, token_ids=list(tokens))
@@ -144,7 +159,7 @@ class OutputAssembler:
         elif new.finish_reason is not None:
             delta.text += child.detokenizer.finish()
             delta.finish_reason, delta.stop_reason = new.finish_reason, new.stop_reason
-        if self._prepared.params.logprobs is not None:
+        if self._wants_logprobs:
             delta.logprobs = self._logprobs(tokens, logprobs)
             delta.cumulative_logprob = sum(row.logprob for row in logprobs[: len(tokens)] if row is not None)
         _merge(child.output, delta)
@@ -157,10 +172,35 @@ class OutputAssembler:
             request_id=self._prepared.request_id,
             prompt=self._prepared.prompt,
             prompt_token_ids=self._prepared.prompt_token_ids,
-            outputs=[child.output for child in self._children.values()],
+            outputs=self._outputs(),
             finished=self.finished,
+            prompt_logprobs=self._prompt_logprobs,
             num_cached_tokens=cached[0] if cached else 0,
         )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all children so far, those that ``best_of`` leaves out included."""
+        return sum(len(child.output.token_ids) for child in self._children.values())
+
+    def _outputs(self) -> list[CompletionOutput]:
+        """The outputs, chosen among the children."""
+        params = self._prepared.params
+        children = list(self._children.values())
+        if len(children) <= params.n:
+            return [child.output for child in children]
+        best = sorted(children, key=lambda child: -child.mean_logprob)[: params.n]
+        hidden = {} if params.logprobs is not None else {"logprobs": None, "cumulative_logprob": None}
+        return [replace(child.output, index=index, **hidden) for index, child in enumerate(best)]  # type: ignore[arg-type]
+
+    def _take_prompt_logprobs(self, rows: Sequence[TokenLogprobs]) -> None:
+        if self._prepared.params.prompt_logprobs is None or self._prompt_logprobs is not None:
+            return
+        tokens = self._prepared.prompt_token_ids[1:]
+        self._prompt_logprobs = [
+            None,
+            *(token_logprobs(self._tokenizer, token, row) for token, row in zip(tokens, rows, strict=True)),
+        ]
 
     def _logprobs(self, tokens: Sequence[int], rows: Sequence[TokenLogprobs | None]) -> list[dict[int, Logprob]]:
         return [

@@ -24,8 +24,14 @@ from drumline.text.chat import ChatTemplate, load_chat_template
 logger = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_SAMPLING_DEFAULTS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_new_tokens": "max_tokens"}
-_DEFAULTS_OF_LATER = {"repetition_penalty": 1.0, "min_p": 0.0}
+_SAMPLING_DEFAULTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 class Tokenizer:
@@ -228,9 +234,6 @@ def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
 def read_sampling_defaults(folder: str | Path) -> dict[str, Any]:
     """Defaults of SamplingParams that generation_config.json gives, as vLLM takes them."""
     config = _read_json(Path(folder) / "generation_config.json")
-    for name, neutral in _DEFAULTS_OF_LATER.items():
-        if config.get(name) not in (None, neutral):
-            logger.warning("generation_config.json: %s=%s is not supported yet and ignored", name, config[name])
     found = {ours: config.get(theirs) for theirs, ours in _SAMPLING_DEFAULTS.items()}
     return {name: value for name, value in found.items() if value is not None}
 
