@@ -110,7 +110,6 @@ def test_abbreviations_are_not_guessed() -> None:
 @pytest.mark.parametrize(
     ("argv", "names"),
     [
-        (["-pp", "2"], ["--pipeline-parallel-size"]),
         (["-dp", "2", "-tp", "2"], ["--data-parallel-size"]),
         (["-pcp", "2"], ["--prefill-context-parallel-size"]),
         (["-tp", "2", "-dcp", "2"], ["--decode-context-parallel-size"]),
@@ -130,7 +129,7 @@ def test_what_serve_cannot_do_yet(argv: list[str], names: list[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [
-        (["serve", "-pp", "2"], 2, "not built yet"),
+        (["serve", "-dp", "2"], 2, "not built yet"),
         (["serve", "a", "--model", "b"], 2, "one of them"),
         (["serve", "-tp", "0"], 2, "--tensor-parallel-size"),
         (["serve", "--port", "99999"], 2, "--port"),

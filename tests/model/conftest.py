@@ -53,10 +53,10 @@ def rank_host(_rank_host: RankHost) -> Iterator[RankHost]:
     _rank_host.stop()
 
 
-def engine_config(folder: Path, tp: int = 1, **model: Any) -> EngineConfig:
+def engine_config(folder: Path, tp: int = 1, pp: int = 1, **model: Any) -> EngineConfig:
     return EngineConfig(
         model=ModelConfig(model=str(folder), path=str(folder), **model),
-        parallel=ParallelConfig(tensor_parallel_size=tp),
+        parallel=ParallelConfig(tensor_parallel_size=tp, pipeline_parallel_size=pp),
         platform="cpu",
     )
 

@@ -306,7 +306,6 @@ def refuse_unbuilt(namespace: argparse.Namespace, config: EngineConfig, server: 
     asked = [
         name
         for name, value in (
-            ("--pipeline-parallel-size", parallel.pipeline_parallel_size > 1),
             ("--data-parallel-size", parallel.data_parallel_size > 1),
             ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size > 1),
             ("--decode-context-parallel-size", parallel.decode_context_parallel_size > 1),
@@ -321,4 +320,7 @@ def refuse_unbuilt(namespace: argparse.Namespace, config: EngineConfig, server: 
     asked += [name for name in LATER_SWITCHES if getattr(namespace, name[2:].replace("-", "_"), False)]
     asked += [name for name in LATER_VALUES if getattr(namespace, name[2:].replace("-", "_"), None) is not None]
     if asked:
-        raise ConfigError(f"not built yet: {', '.join(asked)}. Today one machine serves with --tensor-parallel-size N.")
+        raise ConfigError(
+            f"not built yet: {', '.join(asked)}. Today one machine serves, with --tensor-parallel-size N and "
+            "--pipeline-parallel-size N."
+        )

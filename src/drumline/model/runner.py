@@ -9,6 +9,9 @@ One step::
     plan --> slot state --> ids, positions [T] + AttentionBatch --> forward --> logits [S, this rank's ids]
          --> Sampler (collective) --> tokens [S], appended to the slots on every rank --> StepOutput
 
+On a pipeline stage (``pipeline``) hidden states of the stage before take the place of ids, and on all but the last one
+the forward's hidden states are passed on, nothing is sampled, and slots get placeholders of the tokens.
+
 With ``defer_sampling`` the logits wait until ``sample`` names the step. A slot that was freed meanwhile gets no token.
 """
 
@@ -23,6 +26,7 @@ import torch
 
 from drumline.model.attention import KVCache, dummy_batch, make_batch
 from drumline.model.forward import Forward
+from drumline.model.pipeline import Stage
 from drumline.model.sampling import Sampler, SamplingRows
 from drumline.model.slots import Ints, SlotTable
 from drumline.plan.step import BY_VALUE, StepOutput, StepPlan, ints, pack
@@ -33,6 +37,7 @@ class _Unsampled:
     """A step between its forward and its sampling."""
 
     logits: torch.Tensor
+    """Empty on a stage without the head."""
     slots: Ints
     lives: npt.NDArray[np.int64]
     """Which life of each slot the step belongs to."""
@@ -50,14 +55,18 @@ class ModelRunner:
         num_kv_heads: int,
         max_model_len: int,
         device: torch.device,
+        dtype: torch.dtype = torch.float32,
         max_num_seqs: int = 64,
+        stage: Stage | None = None,
     ) -> None:
         self._compute = forward
+        self._stage = stage or Stage()
         self._sampler = sampler
         self._num_kv_heads = num_kv_heads
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._device = device
+        self._dtype = dtype
         self._unsampled: dict[int, _Unsampled] = {}
         self._cache: KVCache | None = None
         self.slots = SlotTable(1, 1, 1)
@@ -70,7 +79,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput | None:
-        """Run one step; None if its sampling is deferred."""
+        """Run one step; None if its sampling is deferred, or another stage's."""
         unsampled = self._forward(plan)
         if plan.defer_sampling:
             self._unsampled[plan.step] = unsampled
@@ -78,8 +87,8 @@ class ModelRunner:
         return self._sample(plan.step, unsampled)
 
     @torch.inference_mode()
-    def sample(self, step: int) -> StepOutput:
-        """Sample a deferred step."""
+    def sample(self, step: int) -> StepOutput | None:
+        """Sample a deferred step; None if another stage does."""
         unsampled = self._unsampled.pop(step, None)
         if unsampled is None:
             raise RuntimeError(f"step {step} waits for no sampling")
@@ -87,10 +96,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_dummy(self, num_tokens: int = 1) -> None:
-        """A forward, head included, that changes no state."""
+        """A forward, head included, that changes no state. It goes through all stages of a pipeline."""
         ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
         positions = torch.arange(num_tokens, device=self._device)
-        self._compute(ids, positions, dummy_batch(num_tokens), torch.tensor([num_tokens - 1], device=self._device))
+        last = torch.tensor([num_tokens - 1], device=self._device)
+        inputs = self._stage.receive(ids)
+        computed = self._compute(inputs, positions, dummy_batch(num_tokens, self._dtype, self._device), last)
+        if not self._stage.samples:
+            self._stage.pass_on(computed)
 
     def _forward(self, plan: StepPlan) -> _Unsampled:
         if self._cache is None:
@@ -103,11 +116,11 @@ class ModelRunner:
         state.check(slots)
         fresh = self._append_blocks(plan, slots, computed)
         self._check_rows(plan, slots, count, computed)
+        self._stage.prepare(plan, state)
         chosen = np.flatnonzero(ints(plan.sample))
         sampled = slots[chosen]
-        if not len(slots):
-            logits = torch.empty((0, 0))
-        else:
+        logits = torch.empty((0, 0))
+        if len(slots):
             if len(fresh):
                 self._cache.clear(self._tensor(fresh))
             starts = np.cumsum(count) - count
@@ -118,7 +131,12 @@ class ModelRunner:
             tables = state.tables[slots, :width]
             batch = make_batch(self._cache, tables, computed, count, self._device)
             last = self._tensor((starts + count - 1)[chosen])
-            logits = self._compute(self._tensor(ids), self._tensor(positions), batch, last)
+            inputs = self._stage.receive(self._tensor(ids))
+            computed_here = self._compute(inputs, self._tensor(positions), batch, last)
+            if self._stage.samples:
+                logits = computed_here
+            else:
+                self._stage.pass_on(computed_here)
         return _Unsampled(logits, sampled, state.life[sampled], state.sampling_rows(sampled))
 
     def _append_blocks(self, plan: StepPlan, slots: Ints, computed: Ints) -> Ints:
@@ -159,11 +177,24 @@ class ModelRunner:
     def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
 
-    def _sample(self, step: int, unsampled: _Unsampled) -> StepOutput:
+    def _sample(self, step: int, unsampled: _Unsampled) -> StepOutput | None:
+        if not self._stage.samples:
+            self._leave_room(step, unsampled)
+            return None
         slots = unsampled.slots
         if not len(slots):
             return StepOutput(step=step, slots=b"", tokens=b"")
         tokens, logprobs = self._sampler.sample(unsampled.logits, unsampled.rows)
+        self._stage.sampled(step, slots, tokens)
         alive = self.slots.life[slots] == unsampled.lives
         self.slots.append_tokens(slots[alive], tokens[alive], step)
         return StepOutput(step=step, slots=pack(slots), tokens=pack(tokens), logprobs=logprobs)
+
+    def _leave_room(self, step: int, unsampled: _Unsampled) -> None:
+        """The last stage samples: here the tokens are counted, and their values are 0 until they are known."""
+        slots = unsampled.slots
+        if not len(slots):
+            return
+        self._stage.expect(step, slots, unsampled.lives, self.slots.num_tokens[slots])
+        alive = slots[self.slots.life[slots] == unsampled.lives]
+        self.slots.append_tokens(alive, np.zeros(len(alive), dtype=np.int32), step)

@@ -20,7 +20,7 @@ def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> tuple[Range, ...]
     stages = parallel.pipeline_parallel_size
     if parallel.pp_layer_partition:
         return layer_partition(spec.num_layers, stages, parallel.pp_layer_partition)
-    return pipeline_split([float(layer_weights(spec))] * spec.num_layers, 0.0, float(vocabulary_weights(spec)), stages)
+    return pipeline_split([float(spec.layer_weights)] * spec.num_layers, 0.0, float(spec.vocabulary_weights), stages)
 
 
 def stage_weights(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
@@ -29,19 +29,8 @@ def stage_weights(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
     A tied embedding is on the first stage and once more, as the head, on the last.
     """
     stages = stage_layers(spec, parallel)
-    weights = [layers.size * layer_weights(spec) for layers in stages]
-    weights[0] += vocabulary_weights(spec)
+    weights = [layers.size * spec.layer_weights for layers in stages]
+    weights[0] += spec.vocabulary_weights
     if not spec.tied or len(stages) > 1:
-        weights[-1] += vocabulary_weights(spec)
+        weights[-1] += spec.vocabulary_weights
     return tuple(weights)
-
-
-def layer_weights(spec: ModelSpec) -> int:
-    """Weights of one layer's matrices: q, k, v, o, and a gated MLP."""
-    attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    return spec.hidden_size * (attention + 3 * spec.intermediate_size)
-
-
-def vocabulary_weights(spec: ModelSpec) -> int:
-    """Weights of the embedding, and of the head."""
-    return spec.vocab_size * spec.hidden_size

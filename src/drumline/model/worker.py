@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from drumline.model import spec as specs
 from drumline.model.attention import KVCache
 from drumline.model.forward import ModuleForward
 from drumline.model.loader import load_model
+from drumline.model.pipeline import make_stage
 from drumline.model.runner import ModelRunner
 from drumline.model.sampling import Sampler
+from drumline.model.stages import stage_layers
 from drumline.parallel.groups import Groups, init_groups
 from drumline.parallel.layout import Layout, device_index, worker_places
 from drumline.parallel.shards import vocab_shards
@@ -39,13 +42,15 @@ class ModelWorker:
         self.config = context.config
         self.rank = context.rank
         self.layout = Layout.of(self.config.parallel)
-        if self.layout.tp != self.layout.size or self.layout.dcp > 1:
-            raise ConfigError("the model worker splits a model by --tensor-parallel-size only, so far")
+        if self.layout.tp * self.layout.pp != self.layout.size or self.layout.dcp > 1:
+            raise ConfigError("the model worker splits a model by tensor and pipeline parallelism only, so far")
         if not self.config.model.path:
             raise ConfigError("the model was not resolved to a local folder (drumline.model.resolve)")
         self.spec = specs.read_spec(self.config.model.path)
         self.max_model_len = specs.resolve_max_model_len(self.config.model.max_model_len, self.spec)
         self.platform = resolve_platform(self.config.platform)
+        self.layers = stage_layers(self.spec, self.config.parallel)[self.layout.coordinates(self.rank).pp]
+        """Layers of this rank's pipeline stage."""
         self.device_index = device_index(self.config.parallel, context.local_rank)
         self.dtype_name = specs.resolve_dtype(self.config.model.dtype, self.spec, self.platform.device_type)
         self.dtype: torch.dtype = getattr(torch, self.dtype_name)
@@ -80,7 +85,8 @@ class ModelWorker:
 
     def load_model(self) -> None:
         """Load this rank's share of the weights."""
-        group = self._groups().tp
+        groups = self._groups()
+        group, pipeline = groups.tp, groups.pp
         model = self.config.model
         self.model = load_model(
             self.spec,
@@ -88,6 +94,8 @@ class ModelWorker:
             dtype=self.dtype,
             device=self.device,
             group=group,
+            layers=self.layers,
+            max_model_len=self.max_model_len,
             load_format=model.load_format,
             seed=model.seed,
             progress=lambda done: self.context.set_phase(f"load_model {done:.0%}"),
@@ -99,7 +107,16 @@ class ModelWorker:
             num_kv_heads=self.spec.heads(group.size)[group.rank_in_group].kv.size,
             max_model_len=self.max_model_len,
             device=self.device,
+            dtype=self.dtype,
             max_num_seqs=self.config.scheduler.max_num_seqs,
+            stage=make_stage(
+                self.config,
+                pipeline,
+                pipeline.rank_in_group,
+                width=self.spec.hidden_size,
+                dtype=self.dtype,
+                device=self.device,
+            ),
         )
 
     @property
@@ -115,6 +132,7 @@ class ModelWorker:
             tp_size=group.size,
             dtype=self.dtype_name,
             block_size=self.config.cache.block_size,
+            num_layers=self.layers.size,
         )
 
     def determine_available_memory(self) -> int:
@@ -169,11 +187,11 @@ class ModelWorker:
         self.runner.run_dummy(2)
 
     def execute_model(self, plan: StepPlan) -> StepOutput | None:
-        """Run one step. None if ``plan.defer_sampling``."""
+        """Run one step. None if ``plan.defer_sampling``, or if another stage samples."""
         return self.runner.execute(plan)
 
-    def sample_tokens(self, step: int, grammar: Any = None) -> StepOutput:
-        """Sample the step that execute_model left unsampled."""
+    def sample_tokens(self, step: int, grammar: Any = None) -> StepOutput | None:
+        """Sample the step that execute_model left unsampled. None if another stage does."""
         if grammar is not None:
             raise NotImplementedError("grammar masks are not built yet")
         return self.runner.sample(step)
@@ -185,6 +203,10 @@ class ModelWorker:
     def check_health(self) -> None:
         """Raise if the device does not work any more."""
         self.platform.synchronize()
+
+    def apply_model(self, func: Callable[[Any], Any]) -> Any:
+        """What ``func`` gives for this rank's part of the model."""
+        return func(self.model)
 
     def shutdown(self) -> None:
         """Free weights, cache and groups. Idempotent."""

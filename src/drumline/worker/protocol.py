@@ -63,10 +63,10 @@ class Worker(Protocol):
         """Run what is slow the first time."""
 
     def execute_model(self, plan: StepPlan) -> StepOutput | None:
-        """Run one step. None if ``plan.defer_sampling``."""
+        """Run one step. None if ``plan.defer_sampling``, or on a rank that does not sample."""
 
-    def sample_tokens(self, step: int, grammar: Any) -> StepOutput:
-        """Sample the step that execute_model left unsampled."""
+    def sample_tokens(self, step: int, grammar: Any) -> StepOutput | None:
+        """Sample the step that execute_model left unsampled. None on a rank that does not sample."""
 
     def execute_dummy_batch(self) -> None:
         """An empty forward that joins the collectives of the others."""
