@@ -120,7 +120,7 @@ class Serve:
 
     def gauge(self, name: str) -> float:
         text = self.request("GET", "/metrics")[1]
-        match = re.search(rf"^drumline:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+        match = re.search(rf"^(?:vllm|drumline):{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
         assert match is not None, name
         return float(match[1])
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from drumline.config import EngineConfig, ModelConfig
+from drumline.engine.front import Stream
 from drumline.engine.protocol import EngineInfo, EngineRequest, EngineStats, ProcessState, RequestOutput
 from drumline.errors import EngineDeadError, FailureReport
 from drumline.plan.step import TokenLogprobs
@@ -99,6 +100,12 @@ class ScriptedEngine:
             del self.running[name]
             self.changed.set()
 
+    def open(
+        self, request: EngineRequest, on_output: Callable[[RequestOutput], bool], on_dead: Callable[[], None]
+    ) -> Handle:
+        self.script(request)  # a script that fails is a fault of the server's own
+        return Handle(self, request, on_output, on_dead)
+
     async def _turn(self) -> None:
         waits = [asyncio.create_task(self._dead.wait()), asyncio.create_task(self.gate.wait())]
         try:
@@ -143,6 +150,50 @@ class ScriptedEngine:
             while len(self.running) != running:
                 self.changed.clear()
                 await self.changed.wait()
+
+
+class Handle:
+    """Calls, as the real client makes them, of an iterator's outputs."""
+
+    def __init__(
+        self,
+        engine: ScriptedEngine,
+        request: EngineRequest,
+        on_output: Callable[[RequestOutput], bool],
+        on_dead: Callable[[], None],
+    ) -> None:
+        self._on_output = on_output
+        self._on_dead = on_dead
+        self._stream = Stream()
+        self._closed = False
+        self._task = asyncio.create_task(self._run(engine.generate(request)))
+
+    async def _run(self, outputs: AsyncIterator[RequestOutput]) -> None:
+        try:
+            async with aclosing(outputs):  # type: ignore[type-var]
+                async for output in outputs:
+                    self._stream.put(output)
+                    self.resume()
+                    if self._closed:
+                        return
+        except EngineDeadError:
+            self.close()
+            self._on_dead()
+
+    def resume(self) -> None:
+        output = self._stream.take()
+        if output is None or self._closed:
+            return
+        if not self._on_output(output):
+            self._stream._pending = output  # it is as if it had never been taken
+        elif self._stream.finished:
+            self._closed = True
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            if self._task is not asyncio.current_task():
+                self._task.cancel()
 
 
 class Served:

@@ -119,16 +119,23 @@ async def test_metrics(server: Served, web: httpx.AsyncClient) -> None:
     answer = await web.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     text = answer.text
+    labels = 'engine="0",model_name="tiny"'
     for line in (
-        'drumline:ready{model_name="tiny"} 1.0',
-        'drumline:num_requests_running{model_name="tiny"} 0.0',
-        'drumline:kv_cache_usage_perc{model_name="tiny"} 0.25',
-        'drumline:num_preemptions_total{model_name="tiny"} 3.0',
-        'drumline:prompt_tokens_total{model_name="tiny"} 3.0',
-        'drumline:generation_tokens_total{model_name="tiny"} 4.0',
-        'drumline:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
-        'drumline:time_to_first_token_seconds_count{model_name="tiny"} 1.0',
-        'drumline:inter_token_latency_seconds_count{model_name="tiny"} 3.0',
+        f"drumline:ready{{{labels}}} 1.0",
+        f"vllm:num_requests_running{{{labels}}} 0.0",
+        f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
+        f"vllm:num_preemptions_total{{{labels}}} 3.0",
+        f"vllm:prompt_tokens_total{{{labels}}} 3.0",
+        f"vllm:generation_tokens_total{{{labels}}} 4.0",
+        'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"} 1.0',
+        'vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny"} 0.0',
+        f"vllm:time_to_first_token_seconds_count{{{labels}}} 1.0",
+        f"vllm:inter_token_latency_seconds_count{{{labels}}} 3.0",
+        f"vllm:e2e_request_latency_seconds_count{{{labels}}} 1.0",
+        f"vllm:request_queue_time_seconds_count{{{labels}}} 1.0",
+        f"vllm:request_generation_tokens_sum{{{labels}}} 4.0",
+        f"vllm:request_params_max_tokens_sum{{{labels}}} 4.0",
+        'vllm:cache_config_info{block_size="16",cache_dtype="float32",engine="0",num_gpu_blocks="64"} 1.0',
         'drumline:http_requests_total{handler="/v1/completions",method="POST",status="200"} 1.0',
         # paths that clients make up are not kept apart
         'drumline:http_requests_total{handler="other",method="GET",status="404"} 1.0',

@@ -31,6 +31,7 @@ from drumline.engine.protocol import (
     EngineOutputs,
     EngineRequest,
     EngineStats,
+    OutputHandle,
     ProcessState,
     RequestOutput,
     UtilityCall,
@@ -233,7 +234,7 @@ class AsyncEngineClient(_Client):
     def __init__(self, config: EngineConfig, *, role: str = "APIServer_0") -> None:
         super().__init__(config, role=role)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[str, _AsyncStream] = {}
+        self._streams: dict[str, _AsyncStream | _PushStream] = {}
         self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
         self._dead: asyncio.Event = asyncio.Event()
         self._watched_fd = -1
@@ -257,8 +258,7 @@ class AsyncEngineClient(_Client):
 
         RequestError if the id is in use.
         """
-        if request.request_id in self._streams:
-            raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
+        self._check_id(request.request_id)
         stream = self._streams[request.request_id] = _AsyncStream()
         try:
             self._send(request)
@@ -275,12 +275,28 @@ class AsyncEngineClient(_Client):
             if not stream.finished and self._usable:
                 self._send(Abort(request_ids=[request.request_id]))
 
+    def open(
+        self, request: EngineRequest, on_output: Callable[[RequestOutput], bool], on_dead: Callable[[], None]
+    ) -> OutputHandle:
+        """See ``AsyncEngine.open``. RequestError if the id is in use."""
+        self._check_id(request.request_id)
+        stream = _PushStream(request.request_id, self._forget, on_output, on_dead)
+        self._streams[request.request_id] = stream
+        try:
+            self._send(request)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; their iterators end with finish_reason ``abort``."""
         self._send(Abort(request_ids=list(request_ids)))
         for request_id in request_ids:
             if (stream := self._streams.get(request_id)) is not None:
                 stream.end(request_id, "abort")
+                if isinstance(stream, _PushStream):
+                    stream.resume()
 
     async def call(self, method: str, *args: Any, timeout: float = 60.0) -> Any:  # noqa: ASYNC109
         """Call a method of the engine core. RemoteCallError if it raises, RPCTimeoutError, EngineDeadError."""
@@ -303,6 +319,22 @@ class AsyncEngineClient(_Client):
     async def shutdown(self) -> None:
         """End all processes (ladder). Idempotent."""
         await asyncio.to_thread(self._processes.shutdown)
+        self._let_go()
+
+    def shutdown_now(self) -> None:
+        """The same from any thread and outside of the loop, which may be closed. Blocks."""
+        self._processes.shutdown()
+        loop = self._loop
+        try:
+            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            here = None
+        if loop is not None and loop.is_running() and loop is not here:
+            loop.call_soon_threadsafe(self._let_go)
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
         self._unwatch()
         self._end_all()
         if self._channel is not None and self._info is not None:
@@ -314,6 +346,17 @@ class AsyncEngineClient(_Client):
     def _usable(self) -> bool:
         return self.failure is None and self._watched_fd >= 0
 
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self._streams:
+            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+
+    def _forget(self, stream: _PushStream) -> None:
+        """Its consumer wants no more of it, or has had all."""
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
+            if not stream.finished and self._usable:
+                self._send(Abort(request_ids=[stream.request_id]))
+
     def _send(self, message: EngineRequest | Abort | UtilityCall) -> None:
         channel = self._ready_channel()
         channel.send(message)
@@ -322,18 +365,23 @@ class AsyncEngineClient(_Client):
             self._loop.call_soon(self._take_in)
 
     def _take_in(self) -> None:
-        """Hand out what has come."""
+        """Hand out what has come: one call for each request, however many steps this loop was behind."""
         channel = self._channel
         if channel is None or self._watched_fd < 0:
             return
+        touched: dict[str, _PushStream] = {}
         for message in channel.receive():
             if isinstance(message, EngineOutputs):
                 self._stats = message.stats
                 for output in message.outputs:
                     if (stream := self._streams.get(output.request_id)) is not None:
                         stream.put(output)
+                        if isinstance(stream, _PushStream):
+                            touched[output.request_id] = stream
             elif (future := self._calls.get(message.call_id)) is not None and not future.done():
                 future.set_result(message)
+        for push in touched.values():
+            push.resume()
         if channel.has_input():
             assert self._loop is not None
             self._loop.call_soon(self._take_in)
@@ -354,12 +402,13 @@ class AsyncEngineClient(_Client):
 
     def _unwatch(self) -> None:
         if self._watched_fd >= 0 and self._loop is not None:
-            self._loop.remove_reader(self._watched_fd)
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._watched_fd)
             self._watched_fd = -1
 
     def _end_all(self) -> None:
         """Wake everyone who waits; they find the failure."""
-        for stream in self._streams.values():
+        for stream in list(self._streams.values()):
             stream.wake()
         for future in self._calls.values():
             if not future.done():
@@ -402,3 +451,44 @@ class _AsyncStream(Stream):
             self._event.clear()
             await self._event.wait()
         return output
+
+
+class _PushStream(Stream):
+    """A stream whose consumer is called."""
+
+    __slots__ = ("_forget", "_on_dead", "_on_output", "request_id")
+
+    def __init__(
+        self,
+        request_id: str,
+        forget: Callable[[_PushStream], None],
+        on_output: Callable[[RequestOutput], bool],
+        on_dead: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self.request_id = request_id
+        self._forget: Callable[[_PushStream], None] | None = forget
+        self._on_output = on_output
+        self._on_dead = on_dead
+
+    def resume(self) -> None:
+        """Offer what waits."""
+        if self._pending is None or self._forget is None or not self._on_output(self._pending):
+            return
+        self._pending = None
+        if self.finished:
+            self.close()
+
+    def wake(self) -> None:
+        """Nothing more will come."""
+        self.resume()
+        if self._forget is not None:
+            self.close()
+            self._on_dead()
+
+    def close(self) -> None:
+        """No call follows."""
+        forget, self._forget = self._forget, None
+        if forget is not None:
+            self._pending = None
+            forget(self)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,13 +26,16 @@ from drumline.server.schema import (
     StreamOptions,
     Usage,
 )
-from drumline.text.results import CompletionOutput
+from drumline.text.results import CompletionOutput, RequestOutput
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Writer(Protocol):
     """Shapes of one route."""
+
+    text_field: bytes
+    """JSON of the name before the text in a chunk."""
 
     def first(self, index: int) -> Any | None:
         """Chunk before the first piece of an output; None if the route has none."""
@@ -44,7 +46,7 @@ class Writer(Protocol):
     def last(self) -> Any:
         """Chunk without a choice, for the usage."""
 
-    def whole(self, results: list[CompletionOutput], usage: Usage) -> Any:
+    def whole(self, results: list[RequestOutput], usage: Usage) -> Any:
         """Answer that is no stream."""
 
 
@@ -83,6 +85,8 @@ class Shape:
 
 class ChatWriter:
     """``/v1/chat/completions``."""
+
+    text_field = b'"content":'
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
@@ -128,7 +132,7 @@ class ChatWriter:
             return None
         return chat_logprobs(new.token_ids, new.logprobs or (), self._shape.num_top, self._shape.spelling)
 
-    def whole(self, results: list[CompletionOutput], usage: Usage) -> ChatCompletion:
+    def whole(self, results: list[RequestOutput], usage: Usage) -> ChatCompletion:
         """All answers."""
         shape = self._shape
         choices = [
@@ -140,7 +144,7 @@ class ChatWriter:
                 stop_reason=result.stop_reason,
                 token_ids=shape.ids(result.token_ids),
             )
-            for index, result in enumerate(results)
+            for index, result in enumerate(_outputs(results))
         ]
         return ChatCompletion(
             id=shape.id,
@@ -155,6 +159,8 @@ class ChatWriter:
 
 class CompletionWriter:
     """``/v1/completions``."""
+
+    text_field = b'"text":'
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
@@ -206,7 +212,7 @@ class CompletionWriter:
             return None
         return completion_logprobs(new.token_ids, new.logprobs or (), shape.num_top, shape.spelling, offset)
 
-    def whole(self, results: list[CompletionOutput], usage: Usage) -> Completion:
+    def whole(self, results: list[RequestOutput], usage: Usage) -> Completion:
         """All outputs."""
         choices = [
             CompletionChoice(
@@ -218,9 +224,13 @@ class CompletionWriter:
                 token_ids=self._shape.ids(result.token_ids),
                 prompt_token_ids=self._shape.prompt_ids(index),
             )
-            for index, result in enumerate(results)
+            for index, result in enumerate(_outputs(results))
         ]
         return self._completion(choices, usage)
+
+
+def _outputs(results: list[RequestOutput]) -> list[CompletionOutput]:
+    return [output for result in results for output in result.outputs]
 
 
 async def whole(generation: Generation, writer: Writer) -> bytes:
@@ -229,34 +239,80 @@ async def whole(generation: Generation, writer: Writer) -> bytes:
     return _encode(writer.whole(results, generation.usage()))
 
 
-async def events(
-    generation: Generation, writer: Writer, options: StreamOptions | None, *, with_ids: bool
-) -> AsyncGenerator[bytes, None]:
-    """The answer as server-sent events, without the final ``[DONE]``. ``with_ids``: tokens without text matter too."""
-    with_usage = bool(options and options.include_usage)
-    always = bool(options and options.continuous_usage_stats)
+class Events:
+    """The answer as server-sent events (``http.Source``), without the final ``[DONE]``."""
 
-    def event(chunk: Any) -> bytes:
-        if always:
-            chunk.usage = generation.usage()
-        elif with_usage:
+    def __init__(
+        self, generation: Generation, writer: Writer, options: StreamOptions | None, *, with_ids: bool
+    ) -> None:
+        """``with_ids``: tokens without text matter too."""
+        self._generation = generation
+        self._writer = writer
+        self._with_usage = bool(options and options.include_usage)
+        self._always = bool(options and options.continuous_usage_stats)
+        self._with_ids = with_ids
+        self._begun: set[int] = set()
+        self._plain: dict[int, tuple[bytes, bytes]] = {}
+        self._write: Callable[[bytes], None] = _nowhere
+
+    def start(self, write: Callable[[bytes], None], busy: Callable[[], bool]) -> None:
+        """Begin."""
+        self._write = write
+        self._generation.start(self._take, busy)
+
+    def resume(self) -> None:
+        """Go on after ``busy()``."""
+        self._generation.resume()
+
+    def close(self) -> None:
+        """End what still runs."""
+        self._generation.close()
+
+    async def wait(self) -> None:
+        """Wait for the end, and send the usage."""
+        await self._generation.wait()
+        if self._with_usage:
+            chunk = self._writer.last()
+            chunk.usage = self._generation.usage()
+            self._write(b"data: " + _encode(chunk) + b"\n\n")
+
+    def _take(self, index: int, new: CompletionOutput) -> None:
+        data = b""
+        if index not in self._begun:
+            self._begun.add(index)
+            first = self._writer.first(index)
+            data = self._event(first) if first is not None else b""
+            data += self._event(self._writer.chunk(index, new)) if self._tells(new) else b""
+        elif self._always or self._with_ids or new.logprobs or new.finish_reason is not None:
+            data = self._event(self._writer.chunk(index, new)) if self._tells(new) else b""
+        elif new.text:
+            data = self._text(index, new.text)
+        if data:
+            self._write(data)
+
+    def _tells(self, new: CompletionOutput) -> bool:
+        """A token that is only part of a character gives no text yet."""
+        return bool(new.text or new.logprobs or new.finish_reason is not None or (self._with_ids and new.token_ids))
+
+    def _event(self, chunk: Any) -> bytes:
+        if self._always:
+            chunk.usage = self._generation.usage()
+        elif self._with_usage:
             chunk.usage = None
         return b"data: " + _encode(chunk) + b"\n\n"
 
-    begun: set[int] = set()
-    async with aclosing(generation.pieces()) as pieces:
-        async for index, new in pieces:
-            data = b""
-            if index not in begun:
-                begun.add(index)
-                first = writer.first(index)
-                data = event(first) if first is not None else b""
-            # A token that is only part of a character gives no text yet.
-            if new.text or new.logprobs or new.finish_reason is not None or (with_ids and new.token_ids):
-                data += event(writer.chunk(index, new))
-            if data:
-                yield data
-    if with_usage:
-        chunk = writer.last()
-        chunk.usage = generation.usage()
-        yield b"data: " + _encode(chunk) + b"\n\n"
+    def _text(self, index: int, text: str) -> bytes:
+        """Event with nothing but text: all but the text is the same each time."""
+        around = self._plain.get(index)
+        if around is None:
+            new = CompletionOutput(index=index, text="", token_ids=[])
+            event = self._event(self._writer.chunk(index, new))
+            # Quotes inside of texts are escaped, so this can only be the field.
+            name = self._writer.text_field
+            before, _, after = event.partition(name + b'""')
+            around = self._plain[index] = (before + name, after)
+        return around[0] + _encode(text) + around[1]
+
+
+def _nowhere(_: bytes) -> None:
+    """Before the start."""

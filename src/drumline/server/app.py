@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import drumline
 from drumline.server import pages
-from drumline.server.answers import ChatWriter, CompletionWriter, Shape, Writer, events, whole
+from drumline.server.answers import ChatWriter, CompletionWriter, Events, Shape, Writer, whole
 from drumline.server.errors import ApiError, as_api_error, internal
 from drumline.server.generation import Generation
 from drumline.server.http import ClientGoneError, EventStream, json_response, read_json, until_gone
@@ -97,7 +97,7 @@ class Outer:
                 message["headers"] = [*message["headers"], (b"date", self._now())]
                 handler = scope["path"] if scope["path"] in PATHS else "other"
                 method = scope["method"] if scope["method"] in METHODS else "other"
-                self._service.metrics.http.labels(method, handler, str(message["status"])).inc()
+                self._service.metrics.http[method, handler, str(message["status"])] += 1
             await send(message)
 
         if scope["path"].startswith("/v1") and self._keys and not self._may_pass(scope):
@@ -232,7 +232,7 @@ async def _answer(
 ) -> Response:
     if body.stream:
         with_ids = bool(body.return_token_ids)
-        return EventStream(service, events(generation, writer, body.stream_options, with_ids=with_ids))
+        return EventStream(service, Events(generation, writer, body.stream_options, with_ids=with_ids))
     data = await until_gone(service, request.receive, whole(generation, writer))
     return Response(data, media_type="application/json")
 

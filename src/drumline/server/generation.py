@@ -1,25 +1,39 @@
-"""One HTTP request as engine requests: what they give, merged as it comes.
+"""One HTTP request as engine requests: what they give, handed on as it comes.
 
 A request has one or more prompts and each prompt n outputs; the choice with index i is output i % n of prompt i // n.
-A request with one choice (nearly all of them) is read in place; several get a task each and one queue. Closing the
-generator closes every engine iterator, which aborts what still runs.
+
+Tokens come by calls, not by iterators: at thousands of tokens a second a task switch and a chain of generators for
+each token cost several times what the token's text costs. The engine's client wakes the loop once for all that one
+step (or several, if the loop was busy) gave, and calls :meth:`Generation._on_output` once for each request in it.
+Whoever reads the pieces may be busy (its client's socket is full): then outputs are left with the engine's client,
+which merges them, and come as one piece later. Answers that are no stream take their tokens by the dozen.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from drumline.engine.protocol import AsyncEngine, EngineRequest
-from drumline.errors import DrumlineError
+from drumline.engine.protocol import AsyncEngine, EngineRequest, OutputHandle
+from drumline.engine.protocol import RequestOutput as EngineOutput
+from drumline.errors import DrumlineError, EngineDeadError
 from drumline.server.metrics import Metrics
 from drumline.server.schema import PromptTokensDetails, Usage
 from drumline.text.requests import PreparedRequest
-from drumline.text.results import CompletionOutput, OutputAssembler
+from drumline.text.results import CompletionOutput, OutputAssembler, RequestOutput
 from drumline.text.tokenizer import Tokenizer
+
+AT_ONCE = 64
+"""Tokens that an answer which is no stream takes together; a thousand would keep the loop from other streams."""
+
+Take = Callable[[int, CompletionOutput], None]
+
+
+def never() -> bool:
+    """For readers that are never busy."""
+    return False
 
 
 class Choice:
@@ -29,10 +43,17 @@ class Choice:
         self.index = index
         self.request = request
         self.assembler = assembler
+        self.handle: OutputHandle | None = None
+        self.over = False
+        self.came = 0
+        """Output tokens that the engine gave."""
         self.tokens = 0
-        """Output tokens so far."""
+        """Of these, what belongs to the output (not what is behind a stop string), as far as it was read."""
+        self.first = 0.0
+        """time.monotonic() of the first one."""
         self.last = 0.0
-        """time.monotonic() of the last one."""
+        self.queued_s = 0.0
+        """Until its first step."""
 
 
 class Generation:
@@ -56,11 +77,21 @@ class Generation:
             self._choices += [
                 Choice(len(self._choices) + place, child, assembler) for place, child in enumerate(one.children)
             ]
-        lengths = [len(one.prompt_token_ids) for one in prepared]
-        self._prompt_tokens = sum(lengths)
-        metrics.prompt_tokens.inc(self._prompt_tokens)
-        for length in lengths:
-            metrics.prompt_length.observe(length)
+        self._prompt_tokens = sum(len(one.prompt_token_ids) for one in prepared)
+        self._running = len(self._choices)
+        self._error: Exception | None = None
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._take: Take | None = None
+        self._busy = never
+        # A stop string must end the request at once; without one, text is needed only when it is looked at.
+        self._at_once = 1 if any(one.params.stop for one in prepared) else AT_ONCE
+        for one in prepared:
+            metrics.request_began(one)
+
+    @property
+    def ended(self) -> bool:
+        """No more pieces will come."""
+        return self._ended.done()
 
     def usage(self) -> Usage:
         """Tokens so far. A prompt counts once, however many outputs it has."""
@@ -73,78 +104,111 @@ class Generation:
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
         )
 
-    async def results(self) -> list[CompletionOutput]:
-        """All outputs, whole, in the order of their index."""
-        async with aclosing(self.pieces()) as pieces:
-            async for _ in pieces:
-                pass
-        return [output for assembler in self._assemblers for output in assembler.result().outputs]
+    def start(self, take: Take | None = None, busy: Callable[[], bool] = never) -> None:
+        """Send the requests. ``take`` gets (index, what is new) as it comes, except while ``busy()``.
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, CompletionOutput], None]:
-        """(index, what is new) of all outputs as it comes. Close it to abort what still runs."""
-        single = len(self._choices) == 1
+        Call :meth:`resume` when that is over, and :meth:`close` in the end, whatever happens.
+        """
+        self._take, self._busy = take, busy
         try:
-            async with aclosing(self._one(self._choices[0]) if single else self._several()) as pieces:
-                async for piece in pieces:
-                    yield piece
-        finally:
-            self._metrics.request.observe(time.monotonic() - self._arrival)
+            for choice in self._choices:
+                choice.handle = self._engine.open(choice.request, partial(self._on_output, choice), self._on_dead)
+        except Exception as e:  # noqa: BLE001 - raised again by wait()
+            self._fail(e)
 
-    async def _several(self) -> AsyncGenerator[tuple[int, CompletionOutput], None]:
-        queue: asyncio.Queue[tuple[int, CompletionOutput] | Exception | None] = asyncio.Queue()
+    def resume(self) -> None:
+        """The reader is not busy any more."""
+        for choice in self._choices:
+            if choice.handle is not None and not choice.over:
+                choice.handle.resume()
 
-        async def feed(choice: Choice) -> None:
-            try:
-                async with aclosing(self._one(choice)) as pieces:
-                    async for piece in pieces:
-                        queue.put_nowait(piece)
-                queue.put_nowait(None)
-            except Exception as e:  # noqa: BLE001 - raised again by the reader of the queue
-                queue.put_nowait(e)
+    async def wait(self) -> None:
+        """Wait until every output has ended. Raises what went wrong."""
+        # Cancelling whoever waits must not cancel the future.
+        await asyncio.shield(self._ended)
+        if self._error is not None:
+            raise self._error
 
-        tasks = [asyncio.create_task(feed(choice)) for choice in self._choices]
+    async def results(self) -> list[RequestOutput]:
+        """All outputs, whole, one entry for each prompt."""
         try:
-            running = len(tasks)
-            while running:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    yield item
+            self.start()
+            await self.wait()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self.close()
+        return [assembler.result() for assembler in self._assemblers]
 
-    async def _one(self, choice: Choice) -> AsyncGenerator[tuple[int, CompletionOutput], None]:
-        outputs: Any = self._engine.generate(choice.request)
-        reason = "abort"
+    def prompts(self) -> list[RequestOutput]:
+        """What is known of each prompt so far."""
+        return [assembler.result() for assembler in self._assemblers]
+
+    def close(self) -> None:
+        """Abort what still runs. Idempotent."""
+        for choice in self._choices:
+            self._over(choice, "error" if self._error is not None else "abort")
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    # ------------------------------------------------------------------------------------------- calls of the engine
+
+    def _on_output(self, choice: Choice, output: EngineOutput) -> bool:
         try:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    new = choice.assembler.push(output)
-                    if new is None:
-                        continue
-                    if new.token_ids:
-                        self._count(choice, len(new.token_ids))
-                    if new.finish_reason is not None:
-                        reason = new.finish_reason
-                        # A stop string is found here, not by the engine: leaving the iterator aborts the request.
-                        yield choice.index, new
-                        return
-                    yield choice.index, new
-            raise DrumlineError(f"The engine ended request {choice.request.request_id} without a reason.")
-        finally:
-            self._metrics.output_ended(reason, choice.tokens)
+            self._count(choice, output)
+            last = output.finish_reason is not None
+            if self._take is None:
+                if not last and len(output.token_ids) < self._at_once:
+                    return False
+            elif self._busy():
+                return False
+            self._push(choice, output)
+        except Exception as e:  # noqa: BLE001 - raised again by wait()
+            self._fail(e)
+        return True
 
-    def _count(self, choice: Choice, tokens: int) -> None:
+    def _push(self, choice: Choice, output: EngineOutput) -> None:
+        new = choice.assembler.push(output)
+        if new is None:
+            return
+        choice.tokens += len(new.token_ids)
+        if new.finish_reason is not None:
+            # A stop string is found here, not by the engine: closing aborts the request.
+            self._over(choice, new.finish_reason)
+        if self._take is not None:
+            self._take(choice.index, new)
+        if not self._running and not self._ended.done():
+            self._ended.set_result(None)
+
+    def _count(self, choice: Choice, output: EngineOutput) -> None:
+        """Latencies are of tokens as they come, not as they are read."""
+        tokens = output.first_index + len(output.token_ids) - choice.came
+        if tokens <= 0:
+            return
         now = time.monotonic()
-        if not choice.tokens:
+        if not choice.came:
+            choice.first = now
             self._metrics.first_token.observe(now - self._arrival)
         else:
-            self._metrics.next_token.observe((now - choice.last) / tokens)
-        choice.tokens += tokens
+            self._metrics.next_token.observe((now - choice.last) / tokens, tokens)
+        choice.came += tokens
         choice.last = now
-        self._metrics.output_tokens.inc(tokens)
+        self._metrics.output_tokens += tokens
+
+    def _over(self, choice: Choice, reason: str) -> None:
+        if choice.over:
+            return
+        choice.over = True
+        self._running -= 1
+        if choice.handle is not None:
+            choice.handle.close()
+        self._metrics.output_ended(reason, choice, self._arrival)
+        if not self._running:
+            self._metrics.request_ended(self._arrival, max(one.came for one in self._choices))
+
+    def _on_dead(self) -> None:
+        failure = self._engine.failure
+        self._fail(EngineDeadError(failure) if failure else DrumlineError("The engine ended without a reason."))
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is None:
+            self._error = error
+        self.close()

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -114,20 +114,61 @@ async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class EventStream(Response):
-    """Server-sent events. The headers go out with the first event; an error before it has a status of its own."""
+class Source(Protocol):
+    """What a stream sends."""
 
-    def __init__(self, service: Service, events: AsyncGenerator[bytes, None]) -> None:
+    def start(self, write: Callable[[bytes], None], busy: Callable[[], bool]) -> None:
+        """Begin to call ``write`` with events, except while ``busy()``."""
+
+    def resume(self) -> None:
+        """It is not busy any more."""
+
+    async def wait(self) -> None:
+        """Return when there are no more events; raises what went wrong."""
+
+    def close(self) -> None:
+        """End what still runs. Idempotent."""
+
+
+class Direct(Protocol):
+    """Where the server writes what follows an answer's beginning; see ``uvicorn_server``."""
+
+    def write(self, data: bytes) -> bool:
+        """Send a part of the body. False: the client does not keep up; :meth:`drain` before the next."""
+
+    async def drain(self) -> None:
+        """Wait until the client has read enough."""
+
+
+DIRECT = "drumline.direct"
+"""Key of the ASGI scope with the request's :class:`Direct`."""
+
+
+class EventStream(Response):
+    """Server-sent events. The headers go out with the first event; an error before it has a status of its own.
+
+    The first event goes the way of ASGI. Those that follow are written to the connection from the call that brought
+    them, if the server has a :class:`Direct`: no task switch, no chain of ``send`` coroutines. A client that does not
+    keep up makes the stream busy; its events wait, unmade, with the engine's client, and are one event later.
+    """
+
+    def __init__(self, service: Service, source: Source) -> None:
         super().__init__(None, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self.status_code = 200
         self._service = service
-        self._events = events
+        self._source = source
         self._started = False
+        self._direct: Direct | None = None
+        self._parts: list[bytes] = []
+        """What the pump has to send."""
+        self._busy = False
+        self._wake = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream until the events end, the client leaves or the server ends."""
+        direct: Direct | None = scope.get(DIRECT)
         try:
-            await until_gone(self._service, receive, self._pump(send))
+            await until_gone(self._service, receive, self._stream(send, direct))
         except ClientGoneError:
             return
         except Exception as e:
@@ -137,14 +178,47 @@ class EventStream(Response):
                 error = internal()
             await self._last_word(error, scope, receive, send)
         finally:
-            await self._events.aclose()
+            self._source.close()
 
-    async def _pump(self, send: Send) -> None:
-        async for event in self._events:
-            await self._start(send)
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+    async def _stream(self, send: Send, direct: Direct | None) -> None:
+        ended = asyncio.ensure_future(self._source.wait())
+        ended.add_done_callback(lambda _: self._wake.set())
+        try:
+            self._source.start(self._write, lambda: self._busy)
+            while not ended.done() or self._parts:
+                await self._wake.wait()
+                self._wake.clear()
+                await self._pump(send, direct)
+            await ended
+        finally:
+            await _cancelled(ended)
         await self._start(send)
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    def _write(self, data: bytes) -> None:
+        if self._direct is not None and not self._busy:
+            if not self._direct.write(data):
+                self._busy = True
+                self._wake.set()
+            return
+        # Not busy yet with the first event: what one step gives several outputs of a request goes out together.
+        self._parts.append(data)
+        self._wake.set()
+
+    async def _pump(self, send: Send, direct: Direct | None) -> None:
+        """Send what waits; after that, events need not come by here."""
+        while self._parts or self._busy:
+            self._busy = True
+            if self._parts:
+                data = b"".join(self._parts)
+                self._parts.clear()
+                await self._start(send)
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            if direct is not None:
+                await direct.drain()
+            self._busy = False
+            self._direct = direct
+            self._source.resume()
 
     async def _start(self, send: Send) -> None:
         if not self._started:

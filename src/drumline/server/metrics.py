@@ -1,104 +1,209 @@
 """Prometheus metrics, in a registry of our own so that nothing another library registers is served with them.
 
-What the engine counts (requests, KV blocks, prefix hits) is read when ``/metrics`` is asked for; what the API server
-sees (latencies, tokens, reasons) is counted as it happens. Names are ``drumline:`` and then what vLLM users expect.
+What the engine counts (requests, KV blocks, prefix hits, seconds in each phase of a step) is read when ``/metrics`` is
+asked for; what the API server sees (latencies, tokens, reasons) is counted as it happens, into plain numbers, since
+it happens for every token: an observation by prometheus_client (locks, a walk over all buckets) costs as much as the
+token's JSON.
+
+Names, labels and buckets are vLLM's (``vllm:``), so that its dashboards and autoscalers work as they are; what vLLM
+has no name for is ``drumline:``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from drumline.text.requests import PreparedRequest
+
 if TYPE_CHECKING:
+    from drumline.engine.protocol import EngineStats
+    from drumline.server.generation import Choice
     from drumline.server.service import Service
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-FIRST_TOKEN_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
-TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
-REQUEST_BUCKETS = (0.05, 0.1, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
-LENGTH_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+ENGINE = "0"
+"""Value of the label ``engine``: the DP rank."""
+LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+TOKEN = (
+    # The first two are ours: models that run in milliseconds are not rare.
+    *(0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
+OUTPUTS = (1, 2, 5, 10, 20)
+REASONS = ("stop", "length", "abort", "error")
 
 
-class _EngineCollector(Collector):
-    """Reads the engine's counters when asked."""
+class Histogram:
+    """Counts in buckets."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self.name = name
+        self.text = text
+        self.bounds = tuple(map(float, bounds))
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
 
-    def collect(self) -> Iterator[Metric]:
-        service = self._service
-        model = service.names[0]
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value, ``times`` times."""
+        self._counts[bisect_left(self.bounds, value)] += times
+        self._sum += value * times
 
-        def gauge(name: str, text: str, value: float) -> Metric:
-            family = GaugeMetricFamily(f"drumline:{name}", text, labels=["model_name"])
-            family.add_metric([model], value)
-            return family
-
-        def counter(name: str, text: str, value: float) -> Metric:
-            family = CounterMetricFamily(f"drumline:{name}", text, labels=["model_name"])
-            family.add_metric([model], value)
-            return family
-
-        yield gauge("ready", "1 when requests are served", float(service.status == "ready"))
-        if service.engine is None or service.engine.info is None:
-            return
-        stats = service.engine.stats()
-        used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
-        yield gauge("num_requests_running", "Requests in the batch", stats.num_running)
-        yield gauge("num_requests_waiting", "Requests that wait for a place in the batch", stats.num_waiting)
-        yield gauge("kv_cache_usage_perc", "Used share of the KV blocks, 1 is all of them", used)
-        yield gauge("kv_blocks", "KV blocks of the engine", service.engine.info.num_blocks)
-        yield counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries)
-        yield counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hits)
-        yield counter("num_preemptions", "Requests put back to be computed again", stats.preemptions)
-        yield counter("engine_steps", "Steps of the engine", stats.steps)
+    def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
+        """For the answer of ``/metrics``."""
+        rows, below = [], 0
+        for bound, count in zip([*map(str, self.bounds), "+Inf"], self._counts, strict=True):
+            below += count
+            rows.append((bound, below))
+        family.add_metric(labels, rows, self._sum)
 
 
-class Metrics:
+class Metrics(Collector):
     """All metrics of one server."""
 
     def __init__(self, service: Service) -> None:
+        self._service = service
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.finished: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
+        self.http: Counter[tuple[str, str, str]] = Counter()
+        """Answers by method, path and status."""
+        self._histograms: list[Histogram] = []
+        histogram = self._histogram
+        self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token", FIRST_TOKEN)
+        self.next_token = histogram("inter_token_latency_seconds", "Token to token of one output", TOKEN)
+        self.per_token = histogram(
+            "request_time_per_output_token_seconds", "Mean time of a request's tokens after the first", TOKEN
+        )
+        self.request = histogram("e2e_request_latency_seconds", "Arrival to end", LATENCY)
+        self.queue = histogram("request_queue_time_seconds", "Arrival to the first step", LATENCY)
+        self.inference = histogram("request_inference_time_seconds", "First step to end", LATENCY)
+        self.prefill = histogram("request_prefill_time_seconds", "First step to first token", LATENCY)
+        self.decode = histogram("request_decode_time_seconds", "First token to last token", LATENCY)
+        self.prompt_length = histogram("request_prompt_tokens", "Tokens of a prompt", COUNTS)
+        self.output_length = histogram("request_generation_tokens", "Tokens of an output", COUNTS)
+        self.longest_output = histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest output of a request", COUNTS
+        )
+        self.param_n = histogram("request_params_n", "n of requests", OUTPUTS)
+        self.param_max_tokens = histogram("request_params_max_tokens", "max_tokens of requests", COUNTS)
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(_EngineCollector(service))
+        self.registry.register(self)
         ProcessCollector(registry=self.registry)
-        labels, values = ["model_name"], {"model_name": service.names[0]}
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(f"drumline:{name}", text, labels, buckets=buckets, registry=self.registry)
-            return family.labels(**values)
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"drumline:{name}", text, labels, registry=self.registry).labels(**values)
-
-        self.first_token = histogram("time_to_first_token_seconds", "Arrival to first token", FIRST_TOKEN_BUCKETS)
-        self.next_token = histogram("inter_token_latency_seconds", "Token to token of one output", TOKEN_BUCKETS)
-        self.request = histogram("e2e_request_latency_seconds", "Arrival to end", REQUEST_BUCKETS)
-        self.prompt_length = histogram("request_prompt_tokens", "Tokens of a prompt", LENGTH_BUCKETS)
-        self.output_length = histogram("request_generation_tokens", "Tokens of an output", LENGTH_BUCKETS)
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of all requests")
-        self.output_tokens = counter("generation_tokens", "Output tokens of all requests")
-        self.finished = Counter(
-            "drumline:request_success",
-            "Outputs that ended, by reason",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
-        )
-        self.http = Counter(
-            "drumline:http_requests", "HTTP answers", ["method", "handler", "status"], registry=self.registry
-        )
-        self._model = service.names[0]
-
-    def output_ended(self, reason: str, tokens: int) -> None:
-        """One output of a request ended, or its client left (``abort``)."""
-        self.finished.labels(self._model, reason).inc()
-        self.output_length.observe(tokens)
+    def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
+        self._histograms.append(Histogram(f"vllm:{name}", text, bounds))
+        return self._histograms[-1]
 
     def text(self) -> bytes:
         """The answer of ``/metrics``."""
         return generate_latest(self.registry)
+
+    # --------------------------------------------------------------------------------------------- what is counted
+
+    def request_began(self, prepared: PreparedRequest) -> None:
+        """A prompt with its parameters goes to the engine."""
+        self.prompt_tokens += len(prepared.prompt_token_ids)
+        self.prompt_length.observe(len(prepared.prompt_token_ids))
+        self.param_n.observe(prepared.params.n)
+        if prepared.params.max_tokens is not None:
+            self.param_max_tokens.observe(prepared.params.max_tokens)
+
+    def output_ended(self, reason: str, choice: Choice, arrival: float) -> None:
+        """One output of a request ended, or its client left (``abort``)."""
+        self.finished[reason] += 1
+        self.output_length.observe(choice.came)
+        if not choice.came:
+            return
+        self.decode.observe(choice.last - choice.first)
+        if choice.came > 1:
+            self.per_token.observe((choice.last - choice.first) / (choice.came - 1))
+        began = min(arrival + choice.queued_s, choice.first)
+        self.queue.observe(began - arrival)
+        self.prefill.observe(choice.first - began)
+        self.inference.observe(choice.last - began)
+
+    def request_ended(self, arrival: float, longest: int) -> None:
+        """All outputs of an HTTP request ended."""
+        self.request.observe(time.monotonic() - arrival)
+        self.longest_output.observe(longest)
+
+    # ------------------------------------------------------------------------------------------------ what is shown
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, for the registry."""
+        service = self._service
+        labels = {"model_name": service.names[0], "engine": ENGINE}
+        yield _gauge("drumline:ready", "1 when requests are served", float(service.status == "ready"), labels)
+        http = CounterMetricFamily("drumline:http_requests", "HTTP answers", labels=["method", "handler", "status"])
+        for key, count in self.http.items():
+            http.add_metric(list(key), count)
+        yield http
+        yield _counter("vllm:prompt_tokens", "Prompt tokens of all requests", self.prompt_tokens, labels)
+        yield _counter("vllm:generation_tokens", "Output tokens of all requests", self.output_tokens, labels)
+        ended = CounterMetricFamily(
+            "vllm:request_success", "Outputs that ended, by reason", labels=[*labels, "finished_reason"]
+        )
+        for reason, count in self.finished.items():
+            ended.add_metric([*labels.values(), reason], count)
+        yield ended
+        for histogram in self._histograms:
+            family = HistogramMetricFamily(histogram.name, histogram.text, labels=list(labels))
+            histogram.add_to(family, list(labels.values()))
+            yield family
+        if service.engine is not None and service.engine.info is not None:
+            yield from _engine(service, service.engine.stats(), labels)
+
+
+def _engine(service: Service, stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric]:
+    assert service.engine is not None
+    info = service.engine.info
+    assert info is not None
+    used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+    yield _gauge("vllm:num_requests_running", "Requests in the batch", stats.num_running, labels)
+    yield _gauge("vllm:num_requests_waiting", "Requests that wait for a place in the batch", stats.num_waiting, labels)
+    reason = {**labels, "reason": "capacity"}
+    yield _gauge("vllm:num_requests_waiting_by_reason", "The same by reason", stats.num_waiting, reason)
+    yield _gauge("vllm:kv_cache_usage_perc", "Used share of the KV blocks, 1 is all of them", used, labels)
+    config = {
+        "block_size": str(info.block_size),
+        "num_gpu_blocks": str(info.num_blocks),
+        "cache_dtype": info.dtype,
+        "engine": ENGINE,
+    }
+    yield _gauge("vllm:cache_config_info", "The KV cache", 1.0, config)
+    counters = (
+        ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", stats.prefix_queries),
+        ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hits),
+        ("vllm:prompt_tokens_cached", "Prompt tokens that were not computed", stats.prefix_hits),
+        ("vllm:num_preemptions", "Requests put back to be computed again", stats.preemptions),
+        ("drumline:engine_steps", "Steps of the engine", stats.steps),
+    )
+    for name, text, value in counters:
+        yield _counter(name, text, value, labels)
+
+
+def _gauge(name: str, text: str, value: float, labels: dict[str, str]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _counter(name: str, text: str, value: float, labels: dict[str, Any]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family

@@ -4,8 +4,9 @@
 an idle server. ``main_loop`` waits for an event instead; the date header is written by our own application (app.py).
 
 uvicorn limits neither the size of a head nor the time that a client takes, and leaves framing to httptools;
-``Protocol`` puts framing.py in front of that. What it rests on in uvicorn: ``on_body``, ``on_message_complete`` and
-``on_response_complete`` of HttpToolsProtocol, the flags of its request cycle, and its keep-alive timer.
+``Protocol`` puts framing.py in front of that. What it rests on in uvicorn: ``on_headers_complete``, ``on_body``,
+``on_message_complete`` and ``on_response_complete`` of HttpToolsProtocol, the flags of its request cycle, its flow
+control and its keep-alive timer.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from typing import Any
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from drumline.server.errors import ApiError, bad_request, unavailable
 from drumline.server.framing import MAX_HEAD_BYTES, Body, HeadCollector
+from drumline.server.http import DIRECT
 
 KEEP_ALIVE_S = 60
 """Longer than what clients with connection pools keep (5 to 30 s), so that they close first and meet no closed one."""
@@ -86,6 +88,12 @@ class Protocol(HttpToolsProtocol):
         self._progress = self.loop.time()
         self._data += data
         self._advance()
+
+    def on_headers_complete(self) -> None:
+        """A request begins."""
+        super().on_headers_complete()
+        # The task that handles it has been made and has not run yet.
+        self.scope[DIRECT] = DirectBody(self.cycle)  # type: ignore[literal-required]
 
     def on_response_complete(self) -> None:
         """The answer is out: what was sent meanwhile has its turn."""
@@ -208,6 +216,27 @@ class Protocol(HttpToolsProtocol):
         self.transport.write_eof()
         self.flow.resume_reading()
         self._timer = self.loop.call_later(LINGER_S, self.transport.abort)
+
+
+class DirectBody:
+    """Writes to the body of an answer that has begun (``http.Direct``); the end of the answer goes through ASGI."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._write = cycle.transport.write
+
+    def write(self, data: bytes) -> bool:
+        """A part of the body, as one chunk. False: the client does not keep up."""
+        cycle = self._cycle
+        if cycle.disconnected or cycle.response_complete:
+            return True
+        self._write(b"%x\r\n%b\r\n" % (len(data), data) if cycle.chunked_encoding else data)
+        return not cycle.flow.write_paused
+
+    async def drain(self) -> None:
+        """Wait until the client has read enough, or is gone."""
+        if self._cycle.flow.write_paused and not self._cycle.disconnected:
+            await self._cycle.flow.drain()
 
 
 class HttpServer(uvicorn.Server):
