@@ -55,7 +55,7 @@ def test_objects_none_and_tool_arguments() -> None:
     assert found == [
         {"role": "user", "content": "hi"},
         {"role": "tool", "content": "x"},
-        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": [1]}}}, bad]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": [1]}}}, bad], "content": ""},
     ]
 
 

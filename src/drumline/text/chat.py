@@ -471,6 +471,9 @@ def _normalize_message(index: int, given: Any) -> dict[str, Any]:
         # Templates would write "None", or nothing at all.
         aside = " (only an assistant with tool_calls may leave it out)" if role == "assistant" else ""
         raise RequestError(f"messages[{index}].content is missing or null: it must be a text{aside}.", param="messages")
+    else:
+        # Templates that know nothing of tool calls read it; those that do take "" for nothing. vLLM does the same.
+        message["content"] = ""
     if isinstance(message.get("tool_calls"), list):
         message["tool_calls"] = [_parsed_arguments(call) for call in message["tool_calls"]]
     reasoning = next((message[key] for key in _REASONING_FIELDS if message.get(key) is not None), None)
@@ -558,7 +561,7 @@ def _check_list(name: str, values: Any) -> list[Any] | None:
 def _open_final_message(chat: list[dict[str, Any]]) -> str:
     """Mark the end of the last message's content; the content without the mark."""
     final = chat[-1].get("content")
-    if not isinstance(final, str):
+    if not isinstance(final, str) or (not final and any(key in chat[-1] for key in _INSTEAD_OF_CONTENT)):
         raise RequestError("continue_final_message: the last message has no content.", param="continue_final_message")
     chat[-1]["content"] = final + _CONTINUE_TAG
     return final
