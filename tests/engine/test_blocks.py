@@ -9,7 +9,7 @@ from drumline.engine.blocks import BlockPool, HashChain, OutOfBlocksError
 
 
 def chain(tokens: list[int], size: int = 4, salt: str = "") -> list[bytes]:
-    made = HashChain(size, salt)
+    made = HashChain(size, salt=salt)
     made.extend(tokens)
     return made.hashes
 

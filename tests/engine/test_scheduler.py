@@ -252,7 +252,7 @@ def test_abort_frees_at_once_and_nothing_follows(depth: int):
     rig.issue()
     rig.issue()
     assert rig.scheduler.abort(["a", "unknown"]) == ["a"]
-    assert rig.pool.num_used == len(rig.scheduler._running[0].blocks)
+    assert rig.pool.num_used == len(rig.scheduler._running()[0].blocks)
     rig.scheduler.abort(["b", "b"])
     assert rig.pool.num_free == rig.num_blocks
     while rig.flight:

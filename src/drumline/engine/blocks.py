@@ -6,14 +6,18 @@ Pure accounting, no I/O. A block is in exactly one of three states:
 - *idle*: free, but it holds a known prefix; given away only when no blank block is left, longest unused first;
 - *used*: in the table of one request, or, if it holds a known prefix, of several (reference count).
 
-A prefix is known by the hash of the chain (salt, tokens of block 0, tokens of block 1 ...). The hash is blake2b with
-32 bytes, so equal hashes mean equal tokens: tenants that share a server cannot make each other read foreign blocks,
-which they could with a fast hash that is not made against attackers. Only full blocks are known. When two requests
-compute the same block at the same time, the second one's stays unknown: replacing it by the first one's would change a
-block table that workers hold already.
+A prefix is known by the hash of the chain (model, adapter, salt, tokens of block 0, tokens of block 1 ...). The hash is
+blake2b with 32 bytes, so equal hashes mean equal tokens: tenants that share a server cannot make each other read
+foreign blocks, which they could with a fast hash that is not made against attackers. Only full blocks are known. When
+two requests compute the same block at the same time, the second one's stays unknown: replacing it by the first one's
+would change a block table that workers hold already.
 
 ``free`` gives the tail of a table back first, so a chain loses its tail first and what is left of it can still be
 found.
+
+Memory grows with what is used, not with the pool, which may have tens of millions of blocks: blocks that were never
+given away are a number (``_untouched``: they are the highest ones), references are kept of used blocks only, hashes of
+known ones only.
 
 With context parallelism a block spans block size x DCP x PCP tokens; the caller gives that product as ``block_size``.
 """
@@ -24,6 +28,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 
 HASH_BYTES = 32
 
@@ -33,15 +38,25 @@ class OutOfBlocksError(Exception):
 
 
 class HashChain:
-    """Hashes of the full blocks of one request, extended as its tokens become known."""
+    """Hashes of the full blocks of one request, extended as its tokens become known.
+
+    A chain starts from what makes equal tokens give different keys and values, or what must keep tenants apart.
+
+    Args:
+        block_size: tokens of a block.
+        model: which model (and which weights of it) the blocks belong to.
+        adapter: which adapter changes the model for this request; empty: none.
+        salt: requests share blocks only with those of the same salt.
+
+    """
 
     __slots__ = ("_block_size", "_parent", "hashes")
 
-    def __init__(self, block_size: int, salt: str = "") -> None:
+    def __init__(self, block_size: int, *, model: str = "", adapter: str = "", salt: str = "") -> None:
         self._block_size = block_size
-        self._parent = hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"drumline-kv").digest()
+        self._parent = _root(model, adapter, salt)
         self.hashes: list[bytes] = []
-        """``hashes[i]`` stands for all tokens up to the end of block i, and the salt."""
+        """``hashes[i]`` stands for all tokens up to the end of block i, model, adapter and salt."""
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Hash the full blocks of ``tokens`` (all tokens so far) that are not hashed yet."""
@@ -50,6 +65,16 @@ class HashChain:
             content = array("i", tokens[start : start + size]).tobytes()
             self._parent = hashlib.blake2b(self._parent + content, digest_size=HASH_BYTES).digest()
             self.hashes.append(self._parent)
+
+
+@lru_cache(maxsize=256)
+def _root(*parts: str) -> bytes:
+    """Where chains start. Each part is preceded by its length, so that no two lists of parts are read as one."""
+    digest = hashlib.blake2b(digest_size=HASH_BYTES, person=b"drumline-kv")
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
 
 
 class BlockPool:
@@ -61,21 +86,22 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._references = [0] * num_blocks
-        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._references: dict[int, int] = {}
+        self._hash_of: dict[int, bytes] = {}
         self._known: dict[bytes, int] = {}
-        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._blank: list[int] = []
+        self._untouched = num_blocks
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
         """Blocks that can be given away, those with a known prefix included."""
-        return len(self._blank) + len(self._idle)
+        return self.num_blocks - len(self._references)
 
     @property
     def num_used(self) -> int:
         """Blocks in at least one table."""
-        return self.num_blocks - self.num_free
+        return len(self._references)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""
@@ -93,67 +119,75 @@ class BlockPool:
 
     def num_idle(self, blocks: Sequence[int]) -> int:
         """How many of these blocks are free now, so that sharing them costs free blocks."""
-        return sum(1 for block in blocks if self._references[block] == 0)
+        return sum(1 for block in blocks if block not in self._references)
 
     def share(self, blocks: Sequence[int]) -> None:
         """Put known blocks into one more table."""
+        references = self._references
         for block in blocks:
-            if self._references[block] == 0:
+            if block in references:
+                references[block] += 1
+            else:
                 del self._idle[block]
-            self._references[block] += 1
+                references[block] = 1
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` free blocks; idle ones are forgotten, longest unused first."""
         if count > self.num_free:
             raise OutOfBlocksError(f"{count} blocks wanted, {self.num_free} free")
-        blocks = [self._blank.pop() if self._blank else self._evict() for _ in range(count)]
+        blocks = [self._blank.pop() if self._blank else self._fresh() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
         """Take these blocks out of one table, the last one first."""
+        references = self._references
         for block in reversed(blocks):
-            if self._references[block] < 1:
+            count = references.get(block, 0)
+            if count < 1:
                 raise ValueError(f"block {block} is free already")
-            self._references[block] -= 1
-            if self._references[block] > 0:
+            if count > 1:
+                references[block] = count - 1
                 continue
-            if self._hash_of[block] is None:
-                self._blank.append(block)
-            else:
+            del references[block]
+            if block in self._hash_of:
                 self._idle[block] = None
+            else:
+                self._blank.append(block)
 
     def register(self, block: int, digest: bytes) -> None:
         """Make the prefix in a used block known, unless another block is known for it already."""
-        if self.enable_prefix_caching and self._hash_of[block] is None and digest not in self._known:
+        if self.enable_prefix_caching and block not in self._hash_of and digest not in self._known:
             self._hash_of[block] = digest
             self._known[digest] = block
 
     def forget(self) -> None:
         """Forget all prefixes (new weights, or content that cannot be trusted). Tables stay as they are."""
         self._known.clear()
-        self._hash_of = [None] * self.num_blocks
+        self._hash_of.clear()
         self._blank.extend(self._idle)
         self._idle.clear()
 
-    def _evict(self) -> int:
+    def _fresh(self) -> int:
+        """A block that is not blank: one that was never used, else the one whose prefix is unused for longest."""
+        if self._untouched:
+            self._untouched -= 1
+            return self.num_blocks - 1 - self._untouched
         block, _ = self._idle.popitem(last=False)
-        digest = self._hash_of[block]
-        assert digest is not None
-        del self._known[digest]
-        self._hash_of[block] = None
+        del self._known[self._hash_of.pop(block)]
         return block
 
     def check(self) -> None:
         """Raise AssertionError if a block is lost or counted twice (for tests; linear time)."""
-        blank, idle = set(self._blank), set(self._idle)
+        untouched = set(range(self.num_blocks - self._untouched, self.num_blocks))
+        blank, idle, used = set(self._blank), set(self._idle), set(self._references)
         assert len(blank) == len(self._blank), "a block is blank twice"
-        assert not blank & idle, "a block is blank and idle"
-        for block in range(self.num_blocks):
-            free = block in blank or block in idle
-            assert free == (self._references[block] == 0), f"block {block} is free and used, or neither"
-            assert self._references[block] >= 0, f"block {block} was freed too often"
-            assert (block in idle) <= (self._hash_of[block] is not None), f"block {block} is idle without a prefix"
-            assert (block in blank) <= (self._hash_of[block] is None), f"block {block} is blank with a prefix"
-        assert self._known == {h: b for b, h in enumerate(self._hash_of) if h is not None}, "known prefixes differ"
+        states = (untouched, blank, idle, used)
+        assert set().union(*states) == set(range(self.num_blocks)), "a block is lost, or made up"
+        assert sum(map(len, states)) == self.num_blocks, "a block is in two states"
+        assert min(self._references.values(), default=1) > 0, "a block was freed too often"
+        known = set(self._hash_of)
+        assert idle <= known, "a block is idle without a prefix"
+        assert not known & (blank | untouched), "a block is blank with a prefix"
+        assert self._known == {h: b for b, h in self._hash_of.items()}, "known prefixes differ"

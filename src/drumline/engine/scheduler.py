@@ -1,22 +1,41 @@
 """The scheduler: events in (add, abort, output of a step), plans out. Pure: no clock, no I/O, no threads.
 
-Continuous batching over a paged KV cache. Each :meth:`Scheduler.schedule` first gives tokens to running requests,
-oldest first, then lets waiting ones in, oldest first, within ``max_num_batched_tokens`` tokens and ``max_num_seqs``
-slots. A prompt longer than what is left of the budget is computed in chunks (or waits, with chunked prefill off).
+Continuous batching over a paged KV cache. Each :meth:`Scheduler.schedule` first gives every decoding request its token,
+then computes prompts in what is left of the budget, one after another, within ``max_num_batched_tokens`` tokens and
+``max_num_seqs`` slots. A prompt longer than what is left is computed in chunks (or waits, with chunked prefill off).
 
-**Order.** Requests are served strictly in order of arrival (``priority`` is not looked at yet): nobody overtakes the
-head of the waiting queue, and when blocks run out the latest arrived running request is preempted (its blocks are
-freed, it goes to the front of the waiting queue and is recomputed from its tokens). So every running request is older
-than every waiting one, and:
-
-- the oldest request is never preempted, gets tokens in every plan, and ends: no livelock. It always fits, because
-  :meth:`Scheduler.add` refuses what would not fit the pool alone;
-- a victim has no row in the plan being made yet, since rows are given oldest first;
-- at most one request is in the middle of its prompt, and it is the youngest running one.
+**Order.** Requests have a *rank*: their priority (lower first; the same for all with the policy ``fcfs``), then their
+arrival. Waiting ones are let in in order of rank: nobody overtakes the head of the queue. When blocks run out, the
+running request of the greatest rank is preempted: its blocks are freed, it waits again, and is recomputed from its
+tokens. With the policy ``priority``, a running request of a strictly lower urgency is preempted, too, when the head
+of the queue lacks a slot or blocks.
 
 A request gets the blocks of all its known tokens when it is let in, not chunk by chunk: a half-computed prompt never
 waits for blocks. It is let in only if one block for each running request stays free, which keeps it from being
-preempted at once (a lone request is always let in).
+preempted at once (a lone request is always let in). Only decoding requests ask for blocks, in order of rank, and
+before prompts get their rows: so a victim has no row in the plan being made yet.
+
+**Why it cannot livelock.** Let T be the request of least rank of all that there are. 1. Once running, T is never
+preempted: a victim for blocks is the last in rank, which T is only when alone, and alone it fits (:meth:`Scheduler.add`
+refuses what does not); a victim for the head of the queue is less urgent than that. 2. While T waits it is the head, so
+nobody else is let in; of those that run, the least in rank is not preempted either and ends, and so on, until T fits.
+3. What runs gets a token in every plan (with micro-batches: in its turn), and ends after max_length of them. So T ends
+or somebody comes who ranks before it, and with ``fcfs`` nobody does: whoever waits becomes T once all who arrived
+before have ended.
+
+**Why nobody starves.** With ``priority``, requests may come for ever that rank before X. Each time someone is let in
+while an older request waits, or is in the middle of its prompt, that is counted; after ``max_overtakes`` such times the
+one of them that arrived first is *promoted*: it ranks before all that are not, for good, so it is next, and is no
+victim of theirs. (Its own priority still decides whom it preempts: it waits for the slot of a more urgent request.)
+So X waits at most until all that arrived before it are done, each of which is overtaken at most ``max_overtakes``
+times. In the long run that takes one admission in ``max_overtakes + 1`` from the urgent ones. Counting instead of a
+clock keeps it pure; ageing by virtual deadlines (arrival + priority x something) was rejected, since an old backlog
+of unimportant requests would then as a whole come before every new urgent one.
+
+**Prompts beside streams.** A long prompt computed in one step stops all running streams for as long as that takes. So
+the prompt tokens of a step that has other rows are at most ``max_num_prefill_tokens``. A prompt that is alone in its
+step may take the whole budget. When many arrive at once, they are finished one after another: the first token of the
+first does not wait for the last. ``long_prefill_token_threshold`` limits what one prompt gets of a step.
 
 **Look-ahead.** Plans may be scheduled before the outputs of earlier ones are known. A request has ``tokens`` (known)
 and ``pending`` (tokens that issued plans will sample). The input of its next row is then named by the step that
@@ -35,26 +54,35 @@ nothing is pending, so somebody can always go on.
 **Prefix cache.** A block is made known when an issued plan computes all of its tokens and these are known: plans run in
 order, so whoever shares it in a later plan reads what an earlier one wrote. Within one plan too, because each layer
 writes the keys and values of the whole batch before any row reads (see ``plan.step``). At least one token of a
-request is always computed, since something has to be sampled from.
+request is always computed, since something has to be sampled from. Hits are counted when a request is first let in;
+what it finds again after a preemption is its own.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import msgspec
 
 from drumline.engine.blocks import BlockPool, HashChain
 from drumline.engine.protocol import EngineRequest, EngineStats, RequestOutput
+from drumline.engine.queue import Request, WaitingQueue
 from drumline.errors import RequestError
 from drumline.plan.sampling import SlotSampling
 from drumline.plan.step import BY_VALUE, PromptLogprobs, SlotStart, StepOutput, StepPlan, TokenLogprobs, ints, pack
 
+POLICIES = ("fcfs", "priority")
+
 MAX_SCORED = 256
 """Prompt tokens whose log-probabilities one plan computes: each takes a row of logits over the whole vocabulary."""
+
+_rank = attrgetter("rank")
+_number = attrgetter("number")
+_last_step = attrgetter("last_step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +98,14 @@ class Limits:
     enable_chunked_prefill: bool = True
     vocab_size: int = 0
     """Token ids of a prompt must be below this; 0: not checked."""
+    policy: str = "fcfs"
+    """``fcfs`` or ``priority``."""
+    max_num_prefill_tokens: int = 0
+    """Prompt tokens of a plan that has other rows than one prompt's; 0: no limit."""
+    long_prefill_token_threshold: int = 0
+    """Tokens of one prompt in a plan while there are other requests; 0: no limit."""
+    max_overtakes: int = 32
+    """Times that requests are let in before ones that arrived earlier, until the earliest of those is promoted."""
     num_micro_batches: int = 1
     """Pipeline stages, which work on as many plans at the same time."""
 
@@ -77,6 +113,8 @@ class Limits:
         """Raise ValueError if no request, or not one of max_model_len, could ever be served."""
         if min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.num_micro_batches) < 1:
             raise ValueError(f"every limit must be at least 1: {self}")
+        if self.policy not in POLICIES:
+            raise ValueError(f"the policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ValueError(
                 f"with chunked prefill off a prompt must fit into one step, but max_num_batched_tokens "
@@ -84,63 +122,24 @@ class Limits:
             )
 
 
-@dataclass(eq=False, slots=True)
-class Request:
-    """One request in the scheduler."""
-
-    id: str
-    number: int
-    """Order of arrival."""
-    tokens: list[int]
-    """Prompt and known outputs."""
-    num_prompt: int
-    max_length: int
-    """Prompt plus output in tokens, at which it ends."""
-    sampling: SlotSampling
-    end_tokens: frozenset[int]
-    """End-of-sequence tokens (empty with ignore_eos)."""
-    stop_tokens: frozenset[int]
-    chain: HashChain
-    slot: int = -1
-    """-1: it is waiting."""
-    blocks: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    """Tokens whose keys and values are in the cache after all issued plans."""
-    next_register: int = 0
-    """Length at which its next block is full, so that the prefix cache is to be told of it."""
-    pending: int = 0
-    """Tokens that issued plans will sample for it."""
-    last_step: int = BY_VALUE
-    """The step that samples, or sampled, its last token; BY_VALUE if the worker was given that token."""
-    num_cached: int = -1
-    """Prompt tokens found in the prefix cache when it was first let in; -1: it never was."""
-    shares: bool = True
-    """Its blocks may become known prefixes (not after the cache was reset under it)."""
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    """Those of the prompt's tokens 1, 2, ... that are known; None if they were not asked for."""
-    scoring: bool = False
-    """The workers were told to compute them when it was let in."""
-    finished: bool = False
-
-    @property
-    def length(self) -> int:
-        """Known and pending tokens."""
-        return len(self.tokens) + self.pending
-
-
 @dataclass(slots=True)
 class _Rows:
-    """The plan being made."""
+    """The plan being made: columns of the plan (``plan.step``), as lists."""
 
     budget: int
     """Tokens that may still be added."""
     starts: list[SlotStart] = field(default_factory=list)
-    rows: list[tuple[int, int, int, int, int, int]] = field(default_factory=list)
-    """Slot, tokens, computed before, token source, blocks appended, sample: a tuple for each row, because one append
-    a row is what 256 rows a step can afford."""
+    slots: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    num_computed: list[int] = field(default_factory=list)
+    token_source: list[int] = field(default_factory=list)
+    block_counts: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    sampling: list[tuple[Request, int, int]] = field(default_factory=list)
-    """Rows that sample: request, slot, output index."""
+    sample: list[int] = field(default_factory=list)
+    sampling: list[Request] = field(default_factory=list)
+    """Requests of the rows that sample."""
+    num_prefill: int = 0
+    """Tokens of prompts (and of what is recomputed)."""
     scored: int = MAX_SCORED
     """Prompt tokens whose log-probabilities may still be computed."""
     prompts: dict[int, Request] = field(default_factory=dict)
@@ -148,45 +147,60 @@ class _Rows:
 
     def pack(self, step: int, freed: list[int]) -> StepPlan:
         """The plan."""
-        slots, num_tokens, num_computed, token_source, block_counts, sample = map(pack, zip(*self.rows, strict=True))
         return StepPlan(
-            step=step,
-            starts=self.starts,
-            freed=pack(freed),
-            slots=slots,
-            num_tokens=num_tokens,
-            num_computed=num_computed,
-            token_source=token_source,
-            block_counts=block_counts,
-            blocks=pack(self.blocks),
-            sample=sample,
+            step,
+            self.starts,
+            pack(freed),
+            pack(self.slots),
+            pack(self.num_tokens),
+            pack(self.num_computed),
+            pack(self.token_source),
+            pack(self.block_counts),
+            pack(self.blocks),
+            pack(self.sample),
         )
 
 
 @dataclass(slots=True)
 class _Issued:
-    """What is remembered of a plan until its output comes: the rows that sample, as (request, slot, output index)."""
+    """What is remembered of a plan until its output comes."""
 
     step: int
-    rows: list[tuple[Request, int, int]]
+    requests: list[Request]
+    """Those of the rows that sample."""
+    slots: bytes
+    """Their slots."""
     prompts: dict[int, Request]
     """Requests by slot, some of whose prompt's log-probabilities the plan computes."""
 
 
 class Scheduler:
-    """See the module's text. Not thread-safe."""
+    """See the module's text. Not thread-safe.
 
-    def __init__(self, limits: Limits, pool: BlockPool) -> None:
+    Args:
+        limits: checked here.
+        pool: all blocks free.
+        identity: of the model, for the hashes of the prefix cache.
+
+    """
+
+    def __init__(self, limits: Limits, pool: BlockPool, *, identity: str = "") -> None:
         limits.check()
         self.limits = limits
         self.pool = pool
+        self._identity = identity
         self._requests: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
-        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._waiting = WaitingQueue()
+        # The running ones, in order of rank: those in the middle of their prompt, and those that sample in every plan.
+        self._prefilling: list[Request] = []
+        self._decoding: list[Request] = []
+        # No more slots than tokens of a plan, so that there is one for each running request.
+        self._num_slots = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._free_slots = list(range(self._num_slots - 1, -1, -1))
         self._freed: list[int] = []
         self._issued: deque[_Issued] = deque()
         self._arrivals = 0
+        self._overtakes = 0
         self._step = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
@@ -201,7 +215,7 @@ class Scheduler:
         new = self._admissible(request)
         self._arrivals += 1
         self._requests[new.id] = new
-        self._waiting.append(new)
+        self._waiting.push(new)
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
         """Drop these requests; unknown and finished ones are ignored. The ids of those that were dropped."""
@@ -216,22 +230,23 @@ class Scheduler:
             expected = self._issued[0].step if self._issued else None
             raise ValueError(f"output of step {output.step}, but the output of step {expected} is due")
         issued = self._issued.popleft()
-        slots, tokens = ints(output.slots).tolist(), ints(output.tokens).tolist()
-        if slots != [slot for _, slot, _ in issued.rows] or len(tokens) != len(slots):
+        tokens = ints(output.tokens).tolist()
+        if output.slots != issued.slots or len(tokens) != len(issued.requests):
+            slots = ints(output.slots).tolist()
             raise ValueError(f"the output of step {output.step} has slots {slots}, not those of its plan")
         for entry in output.prompt_logprobs:
             self._take_prompt(issued.prompts[entry.slot], entry)
         logprobs = output.logprobs or [None] * len(tokens)
-        results = []
-        for (request, _, index), token, logprob in zip(issued.rows, tokens, logprobs, strict=True):
-            if not request.finished:
-                results.append(self._take(request, index, token, logprob))
-        return results
+        return [
+            self._take(request, token, logprob)
+            for request, token, logprob in zip(issued.requests, tokens, logprobs, strict=True)
+            if not request.finished
+        ]
 
     def reset_prefix_cache(self) -> None:
         """Forget all known prefixes, those being computed included."""
         self.pool.forget()
-        for request in self._running:
+        for request in self._running():
             request.shares = False
 
     # state
@@ -253,7 +268,7 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """Counts of now, and since the start."""
         return EngineStats(
-            num_running=len(self._running),
+            num_running=self._num_running,
             num_waiting=len(self._waiting),
             kv_blocks_used=self.pool.num_used,
             kv_blocks_total=self.pool.num_blocks,
@@ -263,108 +278,176 @@ class Scheduler:
             steps=self._step,
         )
 
+    @property
+    def _num_running(self) -> int:
+        return len(self._decoding) + len(self._prefilling)
+
+    def _running(self) -> list[Request]:
+        """All running requests, in order of rank."""
+        return sorted(self._decoding + self._prefilling, key=_rank)
+
     # the plan
 
     def schedule(self) -> StepPlan | None:
         """The next plan, or None if nothing can be computed before another output, or another request, comes."""
-        rows = _Rows(budget=self.limits.max_num_batched_tokens)
-        preempted = self._schedule_running(rows)
-        if preempted and not rows.rows:  # a micro-batch of one gave up its own blocks; somebody else can use them
-            return self.schedule()
-        if not preempted:
-            self._schedule_waiting(rows)
-        if not rows.rows:
-            return None
+        if self.limits.policy == "priority":
+            self._promote()
+            self._make_room()
+        preempted = True
+        while preempted:
+            rows = _Rows(self.limits.max_num_batched_tokens)
+            preempted = self._add_decoding(rows)
+            self._add_prompts(rows, admit=not preempted)
+            if rows.slots:
+                return self._issue(rows)
+            # A micro-batch may have given up its own blocks, and somebody else can use them: once more.
+        return None
+
+    def _issue(self, rows: _Rows) -> StepPlan:
         plan = rows.pack(self._step, self._freed)
-        self._issued.append(_Issued(self._step, rows.sampling, rows.prompts))
+        slots = plan.slots
+        if len(rows.sampling) < len(rows.slots):
+            slots = pack([slot for slot, sample in zip(rows.slots, rows.sample, strict=True) if sample])
+        self._issued.append(_Issued(self._step, rows.sampling, slots, rows.prompts))
         self._freed = []
         self._step += 1
         return plan
 
-    def _schedule_running(self, rows: _Rows) -> bool:
-        """Rows for running requests, oldest first. True if one was preempted."""
-        pool, size, running = self.pool, self.pool.block_size, self._running
-        turn = running if self.limits.num_micro_batches == 1 else self._micro_batch()
-        preempted = False
-        index = 0
-        while index < len(turn) and rows.budget > 0:
-            request = turn[index]
-            index += 1
-            if len(request.tokens) + request.pending >= request.max_length:  # its last token is on the way
-                continue
-            if request.slot < 0:  # preempted just now
-                continue
-            if request.num_computed < len(request.blocks) * size:
-                self._add_row(rows, request, [])
-                continue
-            while not pool.num_free:
-                preempted = True
-                victim = running[-1]
-                self._preempt(victim)
-                if victim is request:
-                    return True
-            self._add_row(rows, request, pool.allocate(1))
+    def _add_decoding(self, rows: _Rows) -> bool:
+        """Rows for decoding requests, in order of rank. True if somebody was preempted."""
+        step, preempted = self._step, False
+        slots, computed, source, sampling = rows.slots, rows.num_computed, rows.token_source, rows.sampling
+        grown: list[int] = []
+        turn = self._decoding.copy() if self.limits.num_micro_batches == 1 else self._micro_batch()
+        for request in turn:
+            length = request.length
+            if length > request.free_run:
+                if length >= request.max_length or request.slot < 0:  # its last token is on the way; preempted just now
+                    continue
+                if not self.pool.num_free:
+                    preempted = True
+                    if not self._free_one_for(request):
+                        continue
+                rows.blocks += self._grow(request)
+                grown.append(len(slots))
+            slots.append(request.slot)
+            computed.append(length - 1)
+            source.append(request.last_step)
+            sampling.append(request)
+            request.num_computed = length
+            request.length = length + 1
+            request.last_step = step
+        count = len(slots)
+        rows.budget -= count
+        rows.num_tokens = [1] * count
+        rows.sample = [1] * count
+        rows.block_counts = [0] * count
+        for row in grown:
+            rows.block_counts[row] = 1
         return preempted
 
+    def _grow(self, request: Request) -> list[int]:
+        """One more block for a request."""
+        blocks = self.pool.allocate(1)
+        request.blocks += blocks
+        request.free_run = min(len(request.blocks) * self.pool.block_size, request.max_length - 1)
+        return blocks
+
+    def _free_one_for(self, request: Request) -> bool:
+        """Preempt from the last in rank on until a block is free. False if the request itself was preempted."""
+        while not self.pool.num_free and request.slot >= 0:
+            lasts = [running[-1] for running in (self._decoding, self._prefilling) if running]
+            self._preempt(max(lasts, key=_rank))
+        return request.slot >= 0
+
     def _micro_batch(self) -> list[Request]:
-        """Running requests whose turn it is, oldest first: see "Micro-batches" above."""
+        """Decoding requests whose turn it is, in order of rank: see "Micro-batches" above."""
         batches = self.limits.num_micro_batches
         latest = self._step - batches
-        decoding, prefilling = [], []
-        for request in self._running:
-            if request.length < request.max_length:
-                (decoding if request.num_computed + 1 >= request.length else prefilling).append(request)
-        share = -(-len(decoding) // batches)
-        able = [request for request in decoding if not request.pending or request.last_step <= latest]
+        live = [request for request in self._decoding if request.length < request.max_length]
+        share = -(-len(live) // batches)
+        able = [request for request in live if request.last_step <= latest or not request.pending]
         if len(able) > share:
-            able = sorted(able, key=lambda request: request.last_step)[:share]
-        return sorted(able + prefilling, key=lambda request: request.number)
+            able = sorted(sorted(able, key=_last_step)[:share], key=_rank)
+        return able
 
-    def _schedule_waiting(self, rows: _Rows) -> None:
-        """Let waiting requests in, oldest first, and give them rows."""
-        while self._waiting and rows.budget > 0 and self._free_slots:
-            request = self._waiting[0]
-            if request.pending:  # preempted, and what an issued plan samples for it has not come yet
+    def _add_prompts(self, rows: _Rows, *, admit: bool) -> None:
+        """Rows for prompts, in order of rank: of requests that run, and with ``admit`` of those that can be let in."""
+        index = 0
+        while True:
+            request = self._prefilling[index] if index < len(self._prefilling) else None
+            head = self._waiting.head if admit else None
+            if head is not None and (request is None or head.rank < request.rank):
+                request = head
+            if request is None or not (room := self._room(rows)):
                 return
-            cached = self._cached_blocks(request)
-            num_cached = len(cached) * self.pool.block_size
-            todo = len(request.tokens) - num_cached
-            if not self.limits.enable_chunked_prefill and todo > rows.budget:
+            if request is head and not self._let_in(head, room):
+                admit = False
+            elif not self._add_chunk(rows, request, room):
                 return
-            missing = self.pool.blocks_for(len(request.tokens)) - len(cached)
-            if missing + self.pool.num_idle(cached) + len(self._running) > self.pool.num_free:
-                if self._running:
-                    return
-                assert missing + self.pool.num_idle(cached) <= self.pool.num_free, "add() let in what cannot fit"
-            self._waiting.popleft()
-            self._admit(rows, request, cached)
-            self._add_row(rows, request, cached + self.pool.allocate(missing))
+            elif not request.decoding:
+                index += 1
 
-    def _cached_blocks(self, request: Request) -> list[int]:
-        """Known blocks of the request's prefix; never all of its tokens. None if the prompt's log-probabilities are
-        wanted, which come from computing it."""
-        if not self.pool.enable_prefix_caching or self._unscored(request):
-            return []
-        request.chain.extend(request.tokens)
-        usable = (len(request.tokens) - 1) // self.pool.block_size
-        return self.pool.lookup(request.chain.hashes[:usable])
+    def _room(self, rows: _Rows) -> int:
+        """Tokens that the next prompt of this plan may have."""
+        limits, room = self.limits, rows.budget
+        if limits.max_num_prefill_tokens and rows.slots and (rows.num_prefill or limits.enable_chunked_prefill):
+            room = min(room, max(limits.max_num_prefill_tokens - rows.num_prefill, 0))
+        if limits.long_prefill_token_threshold and len(self._requests) > 1 and limits.enable_chunked_prefill:
+            room = min(room, limits.long_prefill_token_threshold)
+        return room
 
-    def _admit(self, rows: _Rows, request: Request, cached: list[int]) -> None:
-        self.pool.share(cached)
-        request.slot = self._free_slots.pop()
-        request.num_computed = len(cached) * self.pool.block_size
-        request.next_register = (len(cached) + 1) * self.pool.block_size
-        request.last_step = BY_VALUE
-        request.shares = True
-        request.scoring = self._unscored(request)
+    def _add_chunk(self, rows: _Rows, request: Request, room: int) -> bool:
+        """Compute the next tokens of a prompt, ``room`` at most. False if it gets none in this plan."""
+        computed = request.num_computed
+        left = request.length - computed
+        count = min(left, room)
+        if count < left and not self.limits.enable_chunked_prefill:
+            return False
+        if request.scoring:
+            count = self._score(rows, request, count)
+            if not count:
+                return False
+        blocks = [] if request.announced else self._announce(rows, request)
+        rows.slots.append(request.slot)
+        rows.num_tokens.append(count)
+        rows.num_computed.append(computed)
+        rows.token_source.append(request.last_step)
+        rows.block_counts.append(len(blocks))
+        rows.blocks += blocks
+        rows.sample.append(int(count == left))
+        rows.budget -= count
+        rows.num_prefill += count
+        request.num_computed = computed + count
+        if count == left:
+            rows.sampling.append(request)
+            request.length += 1
+            request.last_step = self._step
+            request.free_run = min(len(request.blocks) * self.pool.block_size, request.max_length - 1)
+            request.decoding = True
+            self._prefilling.remove(request)
+            insort(self._decoding, request, key=_rank)
+        if request.num_computed >= request.next_register:
+            self._register(request)
+        return True
+
+    def _score(self, rows: _Rows, request: Request, count: int) -> int:
+        """Note that log-probabilities of prompt tokens come with a row of ``count`` tokens; how many it may have."""
+        scored = min(request.num_computed + count, request.num_prompt - 1) - request.num_computed
+        if scored <= 0:
+            return count
+        if scored > rows.scored and self.limits.enable_chunked_prefill:
+            scored = count = rows.scored
+        rows.scored -= scored
+        if count:
+            rows.prompts[request.slot] = request
+        return count
+
+    def _announce(self, rows: _Rows, request: Request) -> list[int]:
+        """Tell the workers of a request in its slot; its blocks, which they are to be told of too."""
         sampling = request.sampling
         if request.prompt_logprobs is not None and not request.scoring:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)
-        if request.num_cached < 0:
-            request.num_cached = request.num_computed
-            self._prefix_queries += len(request.tokens) if self.pool.enable_prefix_caching else 0
-            self._prefix_hits += request.num_computed
-        self._running.append(request)
         rows.starts.append(
             SlotStart(
                 slot=request.slot,
@@ -374,43 +457,100 @@ class Scheduler:
                 sampling=sampling,
             )
         )
+        request.announced = True
+        return request.blocks
 
-    def _add_row(self, rows: _Rows, request: Request, appended: list[int]) -> None:
-        """Compute the request's next tokens, as many as the budget allows."""
-        known, computed, pending = len(request.tokens), request.num_computed, request.pending
-        left = known + pending - computed
-        count = min(left, rows.budget)
-        if request.scoring:
-            count = self._score(rows, request, count)
-        rows.rows.append((request.slot, count, computed, request.last_step, len(appended), int(count == left)))
-        if appended:
-            request.blocks += appended
-            rows.blocks += appended
-        rows.budget -= count
-        request.num_computed = computed + count
-        if count == left:
-            rows.sampling.append((request, request.slot, known + pending - request.num_prompt))
-            request.pending = pending + 1
-            request.last_step = self._step
-        if request.num_computed >= request.next_register:
-            self._register(request)
+    # who is let in
 
-    def _score(self, rows: _Rows, request: Request, count: int) -> int:
-        """Note that log-probabilities of prompt tokens come with a row of ``count`` tokens; how many it may have."""
-        scored = min(request.num_computed + count, request.num_prompt - 1) - request.num_computed
-        if scored <= 0:
-            return count
-        rows.prompts[request.slot] = request
-        if scored >= rows.scored and self.limits.enable_chunked_prefill:
-            count = min(count, rows.scored)
-            rows.budget = count  # the rest of the plan's tokens stays unused: it goes on with this row in the next one
-        rows.scored -= scored
-        return count
+    def _let_in(self, request: Request, room: int) -> bool:
+        """Give the head of the queue a slot and blocks, if there are."""
+        if not self._free_slots or request.pending:  # what an issued plan samples for it has not come yet
+            return False
+        cached = self._cached_blocks(request)
+        todo = len(request.tokens) - len(cached) * self.pool.block_size
+        if (todo > room and not self.limits.enable_chunked_prefill) or not self._fits(request, cached):
+            return False
+        self._admit(request, cached)
+        return True
 
-    @staticmethod
-    def _unscored(request: Request) -> bool:
-        """Log-probabilities of its prompt are wanted and not all known."""
-        return request.prompt_logprobs is not None and len(request.prompt_logprobs) < request.num_prompt - 1
+    def _fits(self, request: Request, cached: list[int]) -> bool:
+        """A slot and all blocks for a request, and one block for each that runs, are free."""
+        needed = self.pool.blocks_for(len(request.tokens)) - len(cached) + self.pool.num_idle(cached)
+        assert self._num_running or needed <= self.pool.num_free, "add() let in what cannot fit"
+        return bool(self._free_slots) and needed + self._num_running <= max(
+            self.pool.num_free, 0 if self._num_running else needed
+        )
+
+    def _cached_blocks(self, request: Request) -> list[int]:
+        """Known blocks of the request's prefix; never all of its tokens. None if the prompt's log-probabilities are
+        wanted, which come from computing it."""
+        if not self.pool.enable_prefix_caching or request.unscored:
+            return []
+        request.chain.extend(request.tokens)
+        usable = (len(request.tokens) - 1) // self.pool.block_size
+        return self.pool.lookup(request.chain.hashes[:usable])
+
+    def _admit(self, request: Request, cached: list[int]) -> None:
+        pool = self.pool
+        self._waiting.remove(request)
+        pool.share(cached)
+        request.blocks = cached + pool.allocate(pool.blocks_for(len(request.tokens)) - len(cached))
+        request.slot = self._free_slots.pop()
+        request.announced = False
+        request.num_computed = len(cached) * pool.block_size
+        request.next_register = (len(cached) + 1) * pool.block_size
+        request.last_step = BY_VALUE
+        request.shares = True
+        request.scoring = request.unscored
+        if request.num_cached < 0:
+            request.num_cached = request.num_computed
+            self._prefix_queries += len(request.tokens) if pool.enable_prefix_caching else 0
+            self._prefix_hits += request.num_computed
+        insort(self._prefilling, request, key=_rank)
+        oldest = self._oldest()
+        if oldest is not None and oldest.number < request.number and not oldest.promoted:
+            self._overtakes += 1
+
+    def _make_room(self) -> None:
+        """Let urgent requests in at the cost of running ones that are less urgent."""
+        while (head := self._waiting.head) is not None and not head.pending:
+            victims = [other for other in self._running() if not other.promoted and other.priority > head.priority]
+            if not victims or self._fits(head, self._cached_blocks(head)):
+                return
+            # Shared blocks do not become free, so this is a hope; but it spares most victims that would be in vain.
+            hoped = self.pool.num_free + sum(len(victim.blocks) for victim in victims)
+            if self.pool.blocks_for(head.length) + self._num_running - len(victims) > hoped:
+                return
+            while victims and not self._fits(head, self._cached_blocks(head)):
+                self._preempt(victims.pop())
+            cached = self._cached_blocks(head)
+            if not self._fits(head, cached):
+                return
+            self._admit(head, cached)
+
+    def _promote(self) -> None:
+        """Let the request that arrived first of those that wait come first, if they were overtaken for too long."""
+        if self._overtakes < self.limits.max_overtakes:
+            return
+        self._overtakes = 0
+        request = self._oldest()
+        if request is None or request.promoted:
+            return
+        waits = request.slot < 0
+        if waits:
+            self._waiting.remove(request)
+        else:
+            self._prefilling.remove(request)
+        request.rank = (0, 0, request.number)
+        if waits:
+            self._waiting.push(request)
+        else:
+            insort(self._prefilling, request, key=_rank)
+
+    def _oldest(self) -> Request | None:
+        """The request that arrived first of those that wait or are in the middle of their prompt."""
+        candidates = [request for request in (self._waiting.oldest, *self._prefilling) if request is not None]
+        return min(candidates, key=_number, default=None)
 
     def _register(self, request: Request) -> None:
         """Tell the prefix cache of blocks that are full, computed and known."""
@@ -445,6 +585,12 @@ class Scheduler:
             )
         if sampling.max_tokens is not None and sampling.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, not {sampling.max_tokens}", param="max_tokens")
+        if request.priority and limits.policy == "fcfs":
+            raise RequestError(
+                f"priority {request.priority} has no meaning here: requests are served in order of arrival. Start the "
+                f"server with --scheduling-policy priority, or leave it at 0",
+                param="priority",
+            )
         max_length = limits.max_model_len
         if sampling.max_tokens is not None:
             max_length = min(max_length, len(prompt) + sampling.max_tokens)
@@ -459,14 +605,17 @@ class Scheduler:
         return Request(
             id=request.request_id,
             number=self._arrivals,
+            priority=request.priority,
+            rank=(1, request.priority, self._arrivals),
             tokens=list(prompt),
             num_prompt=len(prompt),
+            length=len(prompt),
             max_length=max_length,
             sampling=self._slot_sampling(request),
             end_tokens=frozenset(() if sampling.ignore_eos else request.eos_token_ids),
             stop_tokens=frozenset(sampling.stop_token_ids or ()),
             prompt_logprobs=None if sampling.prompt_logprobs is None else [],
-            chain=HashChain(self.pool.block_size, request.cache_salt),
+            chain=HashChain(self.pool.block_size, model=self._identity, salt=request.cache_salt),
         )
 
     def _slot_sampling(self, request: EngineRequest) -> SlotSampling:
@@ -501,27 +650,25 @@ class Scheduler:
             end_ids=ends,
         )
 
-    def _take(self, request: Request, index: int, token: int, logprob: TokenLogprobs | None) -> RequestOutput:
+    def _take(self, request: Request, token: int, logprob: TokenLogprobs | None) -> RequestOutput:
         """Append a sampled token to an unfinished request; end it where it ends."""
-        assert len(request.tokens) - request.num_prompt == index, "outputs of a request come in order"
-        request.tokens.append(token)
-        request.pending -= 1
+        tokens = request.tokens
+        index = len(tokens) - request.num_prompt
+        tokens.append(token)
         output = RequestOutput(
-            request_id=request.id,
-            first_index=index,
-            token_ids=[token],
-            logprobs=[logprob] if request.sampling.logprobs >= 0 else [],
-            num_cached_tokens=max(request.num_cached, 0),
+            request_id=request.id, first_index=index, token_ids=[token], num_cached_tokens=request.num_cached
         )
+        if request.sampling.logprobs >= 0:
+            output.logprobs = [logprob]
         if index == 0 and request.prompt_logprobs:
             output.prompt_logprobs = request.prompt_logprobs
         if token in request.end_tokens:
             output.finish_reason = "stop"
         elif token in request.stop_tokens:
             output.finish_reason, output.stop_reason = "stop", token
-        elif len(request.tokens) >= request.max_length:
+        elif len(tokens) >= request.max_length:
             output.finish_reason = "length"
-        if request.slot >= 0 and len(request.tokens) >= request.next_register:
+        if len(tokens) >= request.next_register and request.slot >= 0:
             self._register(request)
         if output.finish_reason is not None:
             self._finish(request)
@@ -535,9 +682,10 @@ class Scheduler:
         known += entry.rows[max(len(known) + 1 - entry.first, 0) :]
 
     def _preempt(self, request: Request) -> None:
-        """Take everything from the latest arrived running request; it will be recomputed from its tokens."""
+        """Take everything from a running request; it will be recomputed from its tokens."""
+        self._register(request)
         self._release(request)
-        self._waiting.appendleft(request)
+        self._waiting.push(request)
         self._preemptions += 1
 
     def _finish(self, request: Request) -> None:
@@ -550,23 +698,30 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Take slot and blocks back. They may be used again from the next plan on, which tells the workers so."""
-        # _running is in order of arrival
-        del self._running[bisect_left(self._running, request.number, key=lambda other: other.number)]
-        self._freed.append(request.slot)
+        running = self._decoding if request.decoding else self._prefilling
+        del running[bisect_left(running, request.rank, key=_rank)]
+        if request.announced:
+            self._freed.append(request.slot)
         self._free_slots.append(request.slot)
         self.pool.free(request.blocks)
-        request.slot, request.blocks, request.num_computed = -1, [], 0
+        request.slot, request.blocks, request.num_computed, request.free_run = -1, [], 0, 0
+        request.announced = request.decoding = False
 
     def check(self) -> None:
         """Raise AssertionError if slots, blocks or queues contradict each other (for tests; linear time)."""
         self.pool.check()
-        slots = [request.slot for request in self._running]
-        assert sorted(slots + self._free_slots) == list(range(self.limits.max_num_seqs)), "a slot is lost"
-        order = [request.number for request in [*self._running, *self._waiting]]
-        assert order == sorted(order), "somebody was overtaken"
-        assert len(order) == len(self._requests), "a request is lost"
-        tables = {block for request in self._running for block in request.blocks}
+        running, waiting = self._running(), list(self._waiting)
+        slots = [request.slot for request in running]
+        assert sorted(slots + self._free_slots) == list(range(self._num_slots)), "a slot is lost"
+        assert len(running) + len(waiting) == len(self._requests), "a request is lost"
+        for queue in (self._decoding, self._prefilling):
+            assert queue == sorted(queue, key=_rank), "running requests are out of order"
+        if self.limits.policy == "fcfs":
+            order = [request.number for request in running + waiting]
+            assert order == sorted(order), "somebody was overtaken"
+        tables = {block for request in running for block in request.blocks}
         assert len(tables) == self.pool.num_used, "blocks are used by nobody"
-        for request in self._running:
+        for request in running:
             assert len(request.blocks) >= self.pool.blocks_for(request.num_computed), "a table is too short"
             assert request.length <= request.max_length, "a request goes too far"
+            assert not request.decoding or request.num_computed == request.length - 1
