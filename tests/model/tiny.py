@@ -1,4 +1,8 @@
-"""Tiny random models with awkward shapes, written as Hugging Face folders."""
+"""Tiny random models with awkward shapes, written as Hugging Face folders.
+
+Each feature of an architecture is set so that it changes answers (``FEATURES``; tests/model/test_tiny.py holds that):
+windows shorter than prompts, soft caps that bite, query scales that are not the usual ones.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+import transformers
 
-COMMON = {"num_hidden_layers": 3, "max_position_embeddings": 256, "initializer_range": 0.25, "bos_token_id": 1}
+COMMON: dict[str, Any] = {"num_hidden_layers": 3, "max_position_embeddings": 256, "initializer_range": 0.25}
+COMMON |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
-SHAPES: dict[str, tuple[type, type, dict[str, Any]]] = {
+SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     # 9 query heads over 3 KV heads, untied, bias everywhere, widths that nothing divides
     "llama": (
-        LlamaConfig,
-        LlamaForCausalLM,
+        "LlamaConfig",
+        "LlamaForCausalLM",
         {
             "hidden_size": 72,
             "intermediate_size": 131,
@@ -29,8 +34,8 @@ SHAPES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
     # as many KV as query heads, tied, no bias, another rotary embedding
     "llama-tied": (
-        LlamaConfig,
-        LlamaForCausalLM,
+        "LlamaConfig",
+        "LlamaForCausalLM",
         {
             "hidden_size": 40,
             "intermediate_size": 61,
@@ -48,10 +53,26 @@ SHAPES: dict[str, tuple[type, type, dict[str, Any]]] = {
             },
         },
     ),
+    # heads wider than hidden size over heads, a window in all layers, linear rope
+    "mistral": (
+        "MistralConfig",
+        "MistralForCausalLM",
+        {
+            "hidden_size": 50,
+            "intermediate_size": 93,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 10,
+            "vocab_size": 311,
+            "tie_word_embeddings": False,
+            "sliding_window": 21,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+        },
+    ),
     # one KV head for all, bias on q, k, v only
     "qwen2": (
-        Qwen2Config,
-        Qwen2ForCausalLM,
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
         {
             "hidden_size": 56,
             "intermediate_size": 100,
@@ -61,19 +82,249 @@ SHAPES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    # a window in the layers after the first
+    "qwen2-window": (
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {
+            "hidden_size": 48,
+            "intermediate_size": 77,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "vocab_size": 299,
+            "tie_word_embeddings": False,
+            "use_sliding_window": True,
+            "sliding_window": 18,
+            "max_window_layers": 1,
+        },
+    ),
+    # norms of each head, yarn
+    "qwen3": (
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        {
+            "hidden_size": 44,
+            "intermediate_size": 85,
+            "num_attention_heads": 10,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "vocab_size": 293,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    # query, key and value in one tensor, gate and up in one; a window; rope on three quarters of a head
+    "phi3": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {
+            "hidden_size": 72,
+            "intermediate_size": 101,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "vocab_size": 283,
+            "tie_word_embeddings": False,
+            "sliding_window": 25,
+            "partial_rotary_factor": 0.75,
+        },
+    ),
+    # two sets of rotary frequencies; all sequences up to 256 tokens take the short one
+    "phi3-longrope": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {
+            "hidden_size": 40,
+            "intermediate_size": 64,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "vocab_size": 281,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.1, 1.3, 1.6, 2.0],
+                "long_factor": [2.0, 3.0, 5.0, 8.0],
+            },
+        },
+    ),
+    # windows in every other layer, soft caps of scores and logits, its own query scale, scaled embedding
+    "gemma2": (
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {
+            "hidden_size": 42,
+            "intermediate_size": 90,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "head_dim": 12,
+            "vocab_size": 271,
+            "sliding_window": 19,
+            "query_pre_attn_scalar": 5,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 15.0,
+        },
+    ),
+    # norms of each head, two rotary embeddings, one KV head
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            "hidden_size": 56,
+            "intermediate_size": 75,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "vocab_size": 277,
+            "sliding_window": 17,
+            "query_pre_attn_scalar": 3,
+            "final_logit_softcapping": 12.0,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    # query, key and value of each head side by side; layer norms; attention and MLP side by side; rope on half a head
+    "gpt_neox": (
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        {
+            "hidden_size": 60,
+            "intermediate_size": 103,
+            "num_attention_heads": 5,
+            "vocab_size": 269,
+            "tie_word_embeddings": False,
+            "rotary_pct": 0.5,
+        },
+    ),
+    # one after the other, tied, no bias in attention
+    "gpt_neox-serial": (
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        {
+            "hidden_size": 72,
+            "intermediate_size": 64,
+            "num_attention_heads": 9,
+            "vocab_size": 313,
+            "tie_word_embeddings": True,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+        },
+    ),
+    # norms over all heads, after attention and MLP
+    "olmo2": (
+        "Olmo2Config",
+        "Olmo2ForCausalLM",
+        {
+            "hidden_size": 72,
+            "intermediate_size": 87,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "vocab_size": 289,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+    ),
+    # each second layer without rope, and with a window
+    "smollm3": (
+        "SmolLM3Config",
+        "SmolLM3ForCausalLM",
+        {
+            "hidden_size": 48,
+            "intermediate_size": 71,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "vocab_size": 307,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 22,
+        },
+    ),
 }
 
+FEATURES: dict[str, list[dict[str, Any]]] = {
+    "llama": [],
+    "llama-tied": [{"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}],
+    "mistral": [
+        {"sliding_window": None},
+        {"sliding_window": 22},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    ],
+    "qwen2": [],
+    "qwen2-window": [{"use_sliding_window": False}, {"sliding_window": 17}, {"max_window_layers": 2}],
+    "qwen3": [{"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}],
+    "phi3": [{"sliding_window": None}, {"sliding_window": 24}, {"partial_rotary_factor": 0.5}],
+    "phi3-longrope": [{"original_max_position_embeddings": 64}],
+    "gemma2": [
+        {"sliding_window": 18},
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        {"query_pre_attn_scalar": 12},
+        {"attn_logit_softcapping": None},
+        {"final_logit_softcapping": None},
+    ],
+    "gemma3": [
+        {"sliding_window": 16},
+        {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+        {"query_pre_attn_scalar": 10},
+        {"final_logit_softcapping": None},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 100000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            }
+        },
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100000.0},
+            }
+        },
+    ],
+    "gpt_neox": [{"use_parallel_residual": False}, {"rotary_pct": 1.0}],
+    "gpt_neox-serial": [{"use_parallel_residual": True}],
+    "olmo2": [],
+    "smollm3": [{"no_rope_layers": [1, 1, 1]}, {"sliding_window": 21}, {"use_sliding_window": False}],
+}
+"""Changes of the configuration of each shape that must change its answers."""
 
-def make_tiny(folder: Path, shape: str, dtype: torch.dtype = torch.float32, **save: Any) -> Any:
-    """Write a random model into ``folder``; the reference model in float32."""
-    config_class, model_class, fields = SHAPES[shape]
+
+def make_config(shape: str, **changes: Any) -> Any:
+    """The configuration of a shape."""
+    config_class, _, fields = SHAPES[shape]
+    return getattr(transformers, config_class)(**(COMMON | fields | changes))
+
+
+def make_model(shape: str, **changes: Any) -> Any:
+    """The reference model of a shape in float32, random but the same in each process.
+
+    Its attention is the eager one, which has all features (the SDPA of some versions leaves soft caps out).
+    """
+    config = make_config(shape, **changes)
     torch.manual_seed(len(shape))
-    model = model_class(config_class(**(COMMON | fields))).eval()
+    model = getattr(transformers, SHAPES[shape][1])(config).eval()
+    model.set_attn_implementation("eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # biases are made as zeros and norms as ones: nothing would notice them missing
-                parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
-    model.to(dtype).save_pretrained(folder, **save)
+                parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+    return model
+
+
+def make_tiny(
+    folder: Path, shape: str, dtype: torch.dtype = torch.float32, max_shard_size: str = "50GB", **changes: Any
+) -> Any:
+    """Write a random model into ``folder``; the reference model in float32. ``changes`` of its configuration."""
+    model = make_model(shape, **changes)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return model.float()
 
 

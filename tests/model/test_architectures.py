@@ -1,0 +1,161 @@
+"""Every architecture, split in every way: logits of transformers, over chunked prefill and decoding with a paged cache.
+
+Ranks of a TP group are threads here, so that all splits of all models take seconds. The road over real processes is in
+test_worker_ranks.py and tests/matrix.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from drumline.model.attention import KVCache, make_batch
+from drumline.model.forward import ModuleForward
+from drumline.model.loader import load_model
+from drumline.model.slices import slice_of
+from drumline.model.spec import read_spec
+from drumline.parallel.shards import Range
+from tests.model.equality import TIE
+from tests.model.tiny import FEATURES, SHAPES, make_model, make_tiny
+
+Tiny = Callable[[str], tuple[Path, Any]]
+CPU = torch.device("cpu")
+BLOCK = 4
+
+
+class ThreadGroup:
+    """All-reduce between threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=30)
+        self.boxes: list[Any] = [None] * size
+
+    def member(self, rank: int) -> ThreadMember:
+        return ThreadMember(self, rank)
+
+
+class ThreadMember:
+    """One thread's place in the group."""
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self.group, self.rank_in_group, self.size = group, rank, group.size
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.group.boxes[self.rank_in_group] = tensor.clone()
+        self.group.barrier.wait()
+        total = sum(self.group.boxes[1:], self.group.boxes[0].clone())
+        self.group.barrier.wait()
+        return tensor.copy_(total)
+
+
+class Split:
+    """A model on tp x len(stages) ranks, and their KV caches."""
+
+    def __init__(
+        self, folder: Path, tp: int, stages: Sequence[Range | None] = (None,), max_model_len: int = 256
+    ) -> None:
+        spec = read_spec(folder)
+        group = ThreadGroup(tp)
+        self.ranks: list[list[tuple[Any, KVCache]]] = []
+        for rank in range(tp):
+            column = []
+            for layers in stages:
+                member = group.member(rank)
+                model = load_model(
+                    spec,
+                    folder,
+                    dtype=torch.float32,
+                    device=CPU,
+                    group=member,
+                    layers=layers,
+                    max_model_len=max_model_len,
+                )
+                cache = KVCache(
+                    num_layers=slice_of(model).layers.size,
+                    num_blocks=64,
+                    num_kv_heads=spec.heads(tp)[rank].kv.size,
+                    block_size=BLOCK,
+                    head_dim=spec.head_dim,
+                    dtype=torch.float32,
+                    device=CPU,
+                )
+                column.append((ModuleForward(model), cache))
+            self.ranks.append(column)
+        self.tables = np.random.default_rng(0).permutation(64).astype(np.int32)[None]
+
+    def logits(self, ids: torch.Tensor, chunks: Sequence[int]) -> torch.Tensor:
+        """[T, vocabulary] for a prompt that comes in chunks."""
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            return torch.cat(list(pool.map(lambda column: self._run(column, ids, chunks), self.ranks)), dim=1)
+
+    @torch.inference_mode()
+    def _run(self, column: list[tuple[Any, KVCache]], ids: torch.Tensor, chunks: Sequence[int]) -> torch.Tensor:
+        pieces, done = [], 0
+        for count in chunks:
+            places = torch.arange(done, done + count)
+            x = ids[places]
+            for forward, cache in column:
+                now = np.array([done], dtype=np.int32), np.array([count], dtype=np.int32)
+                width = -(-(done + count) // BLOCK)
+                x = forward(x, places, make_batch(cache, self.tables[:, :width], *now, CPU), torch.arange(count))
+            pieces.append(x)
+            done += count
+        return torch.cat(pieces)
+
+
+def check(model: Any, split: Split, length: int = 60) -> None:
+    ids = torch.randint(3, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(length))
+    with torch.inference_mode():
+        expected = model(input_ids=ids[None], use_cache=False).logits[0]
+    got = split.logits(ids, [length - 19, 13, 1, 1, 1, 3])
+    assert got.shape == expected.shape
+    worst = float((got - expected).abs().max() / expected.std())
+    assert worst < TIE, worst
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 5])
+def test_tensor_parallel(tiny: Tiny, shape: str, tp: int) -> None:
+    folder, model = tiny(shape)
+    check(model, Split(folder, tp))
+
+
+@pytest.mark.parametrize("cuts", [(2,), (1, 2)])
+def test_pipeline_stages(tiny: Tiny, shape: str, cuts: tuple[int, ...]) -> None:
+    folder, model = tiny(shape)
+    stages = [Range(start, stop) for start, stop in zip((0, *cuts), (*cuts, 3), strict=True)]
+    check(model, Split(folder, 1, stages))
+
+
+def test_both(tiny: Tiny, shape: str) -> None:
+    folder, model = tiny(shape)
+    check(model, Split(folder, 2, [Range(0, 1), Range(1, 3)]))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_sequences_longer_than_the_first_training_take_the_long_frequencies(tmp_path: Path, tp: int) -> None:
+    """transformers switches when a sequence gets longer than that; here the server's longest sequence decides."""
+    model = make_tiny(tmp_path, "phi3-longrope", original_max_position_embeddings=32)
+    check(model, Split(tmp_path, tp, max_model_len=64))
+    with pytest.raises(AssertionError):
+        check(model, Split(tmp_path, tp, max_model_len=32))
+    check(model, Split(tmp_path, tp, max_model_len=32), length=32)
+
+
+def test_the_models_features_change_their_answers() -> None:
+    """Else the tests of equality would not notice that one is missing."""
+    ids = torch.randint(3, 250, (1, 60), generator=torch.Generator().manual_seed(0))
+    assert set(FEATURES) == set(SHAPES)
+    for shape, features in FEATURES.items():
+        with torch.inference_mode():
+            plain = make_model(shape)(input_ids=ids, use_cache=False).logits
+            for changes in features:
+                changed = make_model(shape, **changes)(input_ids=ids, use_cache=False).logits
+                assert float((changed - plain).std() / plain.std()) > 100 * TIE, (shape, changes)
