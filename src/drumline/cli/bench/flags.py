@@ -63,8 +63,10 @@ def _load_flags(group: Any) -> None:
 
 
 def _prompt_flags(group: Any) -> None:
-    group.add_argument("--random-input-len", "--input-len", type=positive, default=128, metavar="N", help="128")
-    group.add_argument("--random-output-len", type=positive, default=128, metavar="N", help="128")
+    group.add_argument(
+        "--random-input-len", "--input-len", type=positive, default=128, metavar="N", help="tokens of a prompt (128)"
+    )
+    group.add_argument("--random-output-len", type=positive, default=128, metavar="N", help="tokens of an output (128)")
     group.add_argument(
         "--random-range-ratio", type=float, default=0.0, metavar="X", help="lengths vary by this share (0)"
     )
@@ -75,7 +77,7 @@ def _prompt_flags(group: Any) -> None:
     group.add_argument("--tokenizer", default="", metavar="NAME", help="folder or hub name (the model's, if local)")
     group.add_argument("--prompts-as", choices=("auto", "ids", "text"), default="auto", help="ids for completions")
     group.add_argument("--ignore-eos", action="store_true", help="outputs have their whole length")
-    group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0: greedy (0)")
 
 
 def _result_flags(group: Any) -> None:
@@ -86,7 +88,7 @@ def _result_flags(group: Any) -> None:
     group.add_argument("--result-dir", default=".", metavar="DIR", help="where that is put")
     group.add_argument("--result-filename", default="", metavar="FILE", help="its name")
     group.add_argument("--save-detailed", action="store_true", help="with each request")
-    group.add_argument("--no-progress", "--disable-tqdm", action="store_true", help="no bar")
+    group.add_argument("--quiet", "--disable-tqdm", action="store_true", help="no bar")
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -47,15 +47,17 @@ def _parser() -> Parser:
     )
     group = parser.add_argument_group("bench")
     group.add_argument("--num-prompts", "--batch-size", type=positive, metavar="N", help="prompts of a round (16)")
-    group.add_argument("--random-input-len", "--input-len", type=positive, default=128, metavar="N", help="128")
-    group.add_argument("--random-output-len", type=positive, default=128, metavar="N", help="128")
+    group.add_argument(
+        "--random-input-len", "--input-len", type=positive, default=128, metavar="N", help="tokens of a prompt (128)"
+    )
+    group.add_argument("--random-output-len", type=positive, default=128, metavar="N", help="tokens of an output (128)")
     group.add_argument("--random-range-ratio", type=float, default=0.0, metavar="X", help="lengths vary (0)")
     group.add_argument("--dataset-path", metavar="FILE", help="JSON lines, ShareGPT, or a prompt a line")
     group.add_argument("--output-len", type=positive, metavar="N", help="of given prompts; the same as above else")
     group.add_argument("--repeats", "--num-iters", type=positive, default=3, metavar="N", help="rounds (3)")
     group.add_argument("--warmup", "--num-iters-warmup", type=count, default=1, metavar="N", help="before them (1)")
     group.add_argument("--json", "--output-json", dest="output_json", default="", metavar="FILE", help="-: to stdout")
-    group.add_argument("--no-progress", "--disable-tqdm", action="store_true", help="no bar")
+    group.add_argument("--quiet", "--disable-tqdm", action="store_true", help="no bar")
     add_flags(parser, server=False)
     return parser
 
@@ -126,7 +128,7 @@ def _timed(llm: Any, prompts: Sequence[Prompt], options: Any) -> tuple[float, li
 
     params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=prompt.output_tokens) for prompt in prompts]
     contents = [p.content if isinstance(p.content, str) else {"prompt_token_ids": p.content} for p in prompts]
-    shown = sys.stderr.isatty() and not options.no_progress
+    shown = sys.stderr.isatty() and not options.quiet
     began = time.perf_counter()
     outputs = llm.generate(contents, params, use_tqdm=shown)
     return time.perf_counter() - began, outputs

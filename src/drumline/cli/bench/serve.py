@@ -114,7 +114,7 @@ class Bench:
             prompts = self._prompts(options.num_prompts, form, seed=options.seed)
             jobs = self._jobs(client, prompts, form)
             due = arrivals(len(jobs), options.request_rate, options.burstiness, options.seed)
-            shown = sys.stderr.isatty() and not options.no_progress
+            shown = sys.stderr.isatty() and not options.quiet
             found = await run_load(client, jobs, due, self._room(None), report.bar if shown else report.silent)
         return self._report(found, form, len(jobs))
 
