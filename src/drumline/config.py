@@ -24,6 +24,10 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 """Other names of these, as torch and vLLM have them."""
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+POLICIES = ("fcfs", "priority")
+"""In which order requests are served."""
+CPU_PREFILL_TOKENS = 256
+"""Most prompt tokens in a step that has other rows, on CPUs: enough for the matrix products to be at full speed."""
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -363,11 +367,28 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     """Most tokens in one step; longer prompts are split into chunks."""
     enable_chunked_prefill: bool = True
+    max_num_prefill_tokens: int | None = None
+    """Most prompt tokens in a step, unless it has one prompt alone; 0: no limit; None: 256 on cpu, where more would hold
+    up running streams for long, and no limit elsewhere."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one prompt in a step while there are other requests; 0: no limit."""
+    scheduling_policy: str = "fcfs"
+    """``fcfs``: in order of arrival; ``priority``: requests with a lower ``priority`` first, then by arrival."""
     async_scheduling: bool = True
     """One step of look-ahead: plan n + 1 is sent before the answer of plan n is known."""
 
     def __post_init__(self) -> None:
         _whole(self, ("max_num_seqs", "max_num_batched_tokens"))
+        _whole(self, ("long_prefill_token_threshold",), least=0)
+        if self.max_num_prefill_tokens is not None:
+            _whole(self, ("max_num_prefill_tokens",), least=0)
+        _one_of(self, "scheduling_policy", POLICIES)
+
+    def prefill_tokens(self, platform: str) -> int:
+        """``max_num_prefill_tokens`` on a platform; 0: no limit."""
+        if self.max_num_prefill_tokens is not None:
+            return self.max_num_prefill_tokens
+        return CPU_PREFILL_TOKENS if platform == "cpu" else 0
 
 
 @dataclass(frozen=True, kw_only=True)

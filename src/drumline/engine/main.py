@@ -127,6 +127,7 @@ class EngineProcess:
             vocab_size=self._spec.vocab_size,
             dtype=specs[0].dtype,
             model_type=self._spec.model_type,
+            scheduling_policy=config.scheduler.scheduling_policy,
         )
 
 
@@ -139,6 +140,9 @@ def make_scheduler(config: EngineConfig, spec: ModelSpec, capacity: Capacity, ma
         max_model_len=max_model_len,
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
         vocab_size=spec.vocab_size,
+        policy=config.scheduler.scheduling_policy,
+        max_num_prefill_tokens=config.scheduler.prefill_tokens(config.platform),
+        long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
         num_micro_batches=config.parallel.pipeline_parallel_size,
     )
-    return Scheduler(limits, pool)
+    return Scheduler(limits, pool, identity=f"{config.model.path} {spec.model_type} {config.model.dtype}")

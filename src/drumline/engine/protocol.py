@@ -115,6 +115,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     vocab_size: int
     dtype: str
     model_type: str = ""
+    scheduling_policy: str = "fcfs"
+    """``fcfs``: the priority of requests is not looked at; ``priority``."""
     max_logprobs: int = MAX_LOGPROBS
     """Most log-probabilities that a request may ask for at each position; -1: the whole vocabulary."""
 

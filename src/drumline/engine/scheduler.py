@@ -68,14 +68,13 @@ from operator import attrgetter
 
 import msgspec
 
+from drumline.config import POLICIES
 from drumline.engine.blocks import BlockPool, HashChain
 from drumline.engine.protocol import EngineRequest, EngineStats, RequestOutput
 from drumline.engine.queue import Request, WaitingQueue
 from drumline.errors import RequestError
 from drumline.plan.sampling import SlotSampling
 from drumline.plan.step import BY_VALUE, PromptLogprobs, SlotStart, StepOutput, StepPlan, TokenLogprobs, ints, pack
-
-POLICIES = ("fcfs", "priority")
 
 MAX_SCORED = 256
 """Prompt tokens whose log-probabilities one plan computes: each takes a row of logits over the whole vocabulary."""
@@ -585,12 +584,6 @@ class Scheduler:
             )
         if sampling.max_tokens is not None and sampling.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, not {sampling.max_tokens}", param="max_tokens")
-        if request.priority and limits.policy == "fcfs":
-            raise RequestError(
-                f"priority {request.priority} has no meaning here: requests are served in order of arrival. Start the "
-                f"server with --scheduling-policy priority, or leave it at 0",
-                param="priority",
-            )
         max_length = limits.max_model_len
         if sampling.max_tokens is not None:
             max_length = min(max_length, len(prompt) + sampling.max_tokens)
@@ -602,11 +595,12 @@ class Scheduler:
                 f"more KV memory",
                 param="max_tokens",
             )
+        priority = request.priority if limits.policy == "priority" else 0
         return Request(
             id=request.request_id,
             number=self._arrivals,
-            priority=request.priority,
-            rank=(1, request.priority, self._arrivals),
+            priority=priority,
+            rank=(1, priority, self._arrivals),
             tokens=list(prompt),
             num_prompt=len(prompt),
             length=len(prompt),
