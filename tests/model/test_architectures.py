@@ -115,7 +115,7 @@ def check(model: Any, split: Split, length: int = 60) -> None:
     ids = torch.randint(3, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(length))
     with torch.inference_mode():
         expected = model(input_ids=ids[None], use_cache=False).logits[0]
-    got = split.logits(ids, [length - 19, 13, 1, 1, 1, 3])
+    got = split.logits(ids, [length - 19, 15, 1, 1, 2])
     assert got.shape == expected.shape
     worst = float((got - expected).abs().max() / expected.std())
     assert worst < TIE, worst
@@ -127,7 +127,7 @@ def test_tensor_parallel(tiny: Tiny, shape: str, tp: int) -> None:
     check(model, Split(folder, tp))
 
 
-@pytest.mark.parametrize("cuts", [(2,), (1, 2)])
+@pytest.mark.parametrize("cuts", [(1, 2)])
 def test_pipeline_stages(tiny: Tiny, shape: str, cuts: tuple[int, ...]) -> None:
     folder, model = tiny(shape)
     stages = [Range(start, stop) for start, stop in zip((0, *cuts), (*cuts, 3), strict=True)]

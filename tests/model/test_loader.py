@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from drumline.errors import ConfigError
-from drumline.model import loader
+from drumline.model import loader, weights
 from drumline.model.loader import load_model
 from drumline.model.spec import read_spec
-from drumline.model.weights import DummyWeights, Part, SafetensorsWeights
+from drumline.model.weights import DummyWeights, Part
 from drumline.parallel.shards import Range
 from tests.model.tiny import make_tiny
 
@@ -46,27 +48,55 @@ def load(folder: Path, rank: int = 0, size: int = 1, **options: Any) -> Any:
     )
 
 
+def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, under the names that the model has for them."""
+    tensors = load_file(folder / "model.safetensors")
+    return {name.replace("embed_out.", "lm_head."): tensor for name, tensor in tensors.items()}
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_the_ranks_parts_make_up_the_checkpoint(tiny: Tiny, shape: str, size: int) -> None:
     folder, _ = tiny(shape)
-    whole = load_file(folder / "model.safetensors")
-    parts = [dict(load(folder, rank, size).named_parameters()) for rank in range(size)]
-    spec = read_spec(folder)
+    whole, spec = checkpoint(folder), read_spec(folder)
+    ranks = [dict(load(folder, rank, size).named_parameters()) for rank in range(size)]
+    assert set(ranks[0]) == set(whole)  # a tied head is listed once
+    heads, dim = spec.heads(size), spec.head_dim
+    owners = list(range(size))  # ranks that together have each KV head once
+    if size > spec.num_kv_heads:
+        owners = [[shard.kv.start for shard in heads].index(head) for head in range(spec.num_kv_heads)]
     for name, tensor in whole.items():
-        mine = [part[name] for part in parts]
+        mine, leaf = [rank[name] for rank in ranks], name.split(".")[-2]
         if all(part.shape == tensor.shape for part in mine):
             assert all(part.equal(tensor) for part in mine)
             continue
-        dim = next(dim for dim in range(tensor.dim()) if mine[0].shape[dim] != tensor.shape[dim])
-        if size > spec.num_kv_heads and ("k_proj" in name or "v_proj" in name):
-            mine = [mine[index] for index in _first_of_each_head(spec, size)]
-        assert torch.cat(mine, dim).equal(tensor), name
-    assert set(parts[0]) == set(whole)  # a tied head is listed once
+        if leaf == "qkv_proj":
+            sizes = [[h.q.size * dim, h.kv.size * dim, h.kv.size * dim] for h in heads]
+            split = [part.split(size) for part, size in zip(mine, sizes, strict=True)]
+            query = torch.cat([q for q, _, _ in split])
+            rest = [torch.cat([split[rank][i] for rank in owners]) for i in (1, 2)]
+            assert torch.cat([query, *rest]).equal(tensor)
+        elif leaf == "gate_up_proj":
+            assert torch.cat([torch.cat([part.chunk(2)[i] for part in mine]) for i in (0, 1)]).equal(tensor)
+        else:
+            if leaf in ("k_proj", "v_proj", "k_norm"):
+                mine = [mine[rank] for rank in owners]
+            axis = next(axis for axis in range(tensor.dim()) if mine[0].shape[axis] != tensor.shape[axis])
+            assert torch.cat(mine, axis).equal(tensor), name
 
 
-def _first_of_each_head(spec: Any, size: int) -> list[int]:
-    heads = [shard.kv.start for shard in spec.heads(size)]
-    return [heads.index(head) for head in range(spec.num_kv_heads)]
+def test_stages_make_up_the_checkpoint(tiny: Tiny, shape: str) -> None:
+    folder, _ = tiny(shape)
+    whole, spec = checkpoint(folder), read_spec(folder)
+    embedding = next(name for name in whole if ".embed_" in name)
+    seen = []
+    for layers in (Range(0, 1), Range(1, 2), Range(2, 3)):
+        for name, parameter in load(folder, layers=layers).named_parameters():
+            source = re.sub(r"layers\.0\.", f"layers.{layers.start}.", name)
+            if spec.tied and name == "lm_head.weight":
+                source = embedding
+            assert parameter.equal(whole[source]), source
+            seen.append(source)
+    assert sorted(seen) == sorted([*whole, embedding] if spec.tied else whole)
 
 
 def test_tied_weights_are_one_tensor(tiny: Tiny) -> None:
@@ -75,22 +105,40 @@ def test_tied_weights_are_one_tensor(tiny: Tiny) -> None:
         assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_tensor_that_is_split_is_never_read_whole(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, _ = tiny("llama")
+def test_a_tensor_that_is_split_is_never_read_whole(tiny: Tiny, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = tiny(shape)
     read: dict[str, int] = {}
-    original = SafetensorsWeights.read
 
-    def spy(self: SafetensorsWeights, name: str, shape: tuple[int, ...], part: Part | None) -> torch.Tensor:
-        tensor = original(self, name, shape, part)
-        read[name] = tensor.numel()
-        return tensor
+    class Spy:
+        """Counts the elements that are read from a file."""
 
-    monkeypatch.setattr(SafetensorsWeights, "read", spy)
+        def __init__(self, path: Path) -> None:
+            self.file = safe_open(str(path), framework="pt")
+
+        def get_slice(self, name: str) -> Any:
+            source = self.file.get_slice(name)
+
+            class Piece:
+                get_dtype, get_shape = source.get_dtype, source.get_shape
+
+                def __getitem__(self, index: Any) -> torch.Tensor:
+                    tensor: torch.Tensor = source[index]
+                    read[name] = read.get(name, 0) + tensor.numel()
+                    return tensor
+
+            return Piece()
+
+    monkeypatch.setattr(weights, "_open_file", Spy)
+    monkeypatch.setattr(weights, "_tensor_files", lambda folder: dict.fromkeys(names, "model.safetensors"))
+    names = {name: tensor.numel() for name, tensor in load_file(folder / "model.safetensors").items()}
     load(folder, 1, 2)
-    whole = {name: tensor.numel() for name, tensor in load_file(folder / "model.safetensors").items()}
-    large = [name for name in read if "_proj.weight" in name or "embed" in name or "lm_head" in name]
-    assert len(large) == 3 * 7 + 2
-    assert all(read[name] <= 0.51 * whole[name] for name in large)
+    assert set(read) == set(names)
+    matrices = [name for name in read if re.search(r"(_proj|dense\w*|query_key_value|embed_\w+|lm_head)\.weight", name)]
+    linears = {"phi3": 4, "gpt_neox": 4}.get(read_spec(folder).model_type, 7)
+    assert len(matrices) == 3 * linears + (1 if read_spec(folder).tied else 2)
+    shared = () if read_spec(folder).num_kv_heads > 1 else ("k_proj", "v_proj")  # a KV head that both ranks need
+    for name in matrices:
+        assert read[name] <= 0.51 * names[name] or name.split(".")[-2] in shared, name
 
 
 def test_sharded_checkpoint_in_bfloat16(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def check_greedy(model: Any, requests: list[Running]) -> None:
     tally.check()
 
 
+@pytest.mark.parametrize("shape", ["llama", "llama-tied", "qwen2", "gemma3"])  # all: test_architectures.py
 def test_greedy_equals_generate(tiny: Tiny, shape: str) -> None:
     folder, model = tiny(shape)
     driver = Driver(start_worker(engine_config(folder)).execute_model)
@@ -104,6 +105,7 @@ def test_long_contexts_of_different_lengths(tiny: Tiny) -> None:
     check_greedy(model, [short, middle, long])
 
 
+@pytest.mark.parametrize("shape", ["llama", "qwen2", "gemma2"])
 def test_sampling_follows_the_rule(tiny: Tiny, shape: str) -> None:
     folder, model = tiny(shape)
     worker = start_worker(engine_config(folder))
