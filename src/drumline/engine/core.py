@@ -28,6 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Protocol
 
 import cloudpickle
@@ -37,6 +38,7 @@ from drumline.engine.protocol import (
     Abort,
     EngineOutputs,
     EngineRequest,
+    EngineStats,
     RequestOutput,
     UtilityCall,
     UtilityResult,
@@ -85,6 +87,17 @@ class _Flight:
     """The future is that of sample_tokens."""
 
 
+@dataclass(slots=True)
+class _Phases:
+    """Seconds spent in each phase since the start; ``EngineStats`` says what they are."""
+
+    schedule: float = 0.0
+    dispatch: float = 0.0
+    wait: float = 0.0
+    update: float = 0.0
+    output: float = 0.0
+
+
 class _Pickled:
     """A future whose result is pickled."""
 
@@ -125,10 +138,11 @@ class EngineCore:
         self._calls: list[tuple[int, str, Future]] = []
         self._unsent: list[RequestOutput] = []
         self._tell_stats = False
+        self._phases = _Phases()
         self._stopping = False
         self._utilities: dict[str, Callable[..., Any]] = {
             "ping": lambda: "pong",
-            "stats": scheduler.stats,
+            "stats": self.stats,
             "reset_prefix_cache": scheduler.reset_prefix_cache,
             "request_ids": scheduler.request_ids,
             "collective_rpc": self._collective_rpc,
@@ -140,6 +154,13 @@ class EngineCore:
     def step(self) -> int | None:
         """Number of the oldest step whose answer has not come; for reports."""
         return self._flights[0].step if self._flights else None
+
+    def stats(self) -> EngineStats:
+        """State of the scheduler, and where the time went."""
+        stats, phases = self._scheduler.stats(), self._phases
+        stats.schedule_s, stats.dispatch_s, stats.wait_s = phases.schedule, phases.dispatch, phases.wait
+        stats.update_s, stats.output_s = phases.update, phases.output
+        return stats
 
     def stop(self) -> None:
         """Make :meth:`run` return soon. Any thread, any signal handler."""
@@ -153,10 +174,19 @@ class EngineCore:
             issued = self._issue()
             self._send_outputs()
             if not issued:
-                self._waiter.wait(self._something_to_do, self._flights[0].future.deadline if self._flights else None)
+                self._wait()
                 self._take_answers()
 
     # waiting
+
+    def _wait(self) -> None:
+        """Sleep until there is something to do."""
+        if not self._flights:
+            self._waiter.wait(self._something_to_do)
+            return
+        began = perf_counter()
+        self._waiter.wait(self._something_to_do, self._flights[0].future.deadline)
+        self._phases.wait += perf_counter() - began
 
     def _something_to_do(self) -> bool | None:
         """What the waiter looks at. True ends the wait."""
@@ -177,12 +207,16 @@ class EngineCore:
         """Send the next plan, if there is room and something to compute."""
         if len(self._flights) >= self._depth:
             return False
+        began = perf_counter()
         plan = self._scheduler.schedule()
+        made = perf_counter()
+        self._phases.schedule += made - began
         if plan is None:
             return False
         future: Future = self._executor.execute_model(plan, non_block=True)
         if plan.defer_sampling:
             future = self._executor.sample_tokens(plan.step, None, non_block=True)
+        self._phases.dispatch += perf_counter() - made
         self._flights.append(_Flight(plan.step, future, plan.defer_sampling))
         return True
 
@@ -199,7 +233,9 @@ class EngineCore:
                 flight.future, flight.sampling = self._executor.sample_tokens(flight.step, None, non_block=True), True
                 continue
             self._flights.popleft()
+            began = perf_counter()
             self._unsent += self._scheduler.update(output)
+            self._phases.update += perf_counter() - began
             self._tell_stats = True
         for item in [item for item in self._calls if item[2].done()]:
             self._calls.remove(item)
@@ -233,7 +269,9 @@ class EngineCore:
 
     def _send_outputs(self) -> None:
         if self._unsent or self._tell_stats:
-            self._channel.send(EngineOutputs(outputs=self._unsent, stats=self._scheduler.stats()))
+            began = perf_counter()
+            self._channel.send(EngineOutputs(outputs=self._unsent, stats=self.stats()))
+            self._phases.output += perf_counter() - began
             self._unsent, self._tell_stats = [], False
 
     # messages

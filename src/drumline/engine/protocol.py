@@ -89,6 +89,16 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Those found."""
     preemptions: int = 0
     steps: int = 0
+    schedule_s: float = 0.0
+    """Seconds that the engine core has spent on making plans."""
+    dispatch_s: float = 0.0
+    """On handing plans to the workers."""
+    wait_s: float = 0.0
+    """On waiting for workers while it had nothing else to do."""
+    update_s: float = 0.0
+    """On taking answers in: tokens to requests, what ends, prefix blocks."""
+    output_s: float = 0.0
+    """On handing outputs to the front end."""
 
 
 class EngineOutputs(msgspec.Struct, tag="outputs", kw_only=True):
