@@ -38,7 +38,12 @@ class ScriptedEngine:
     def __init__(self, script: Script = echo, max_model_len: int = 256, vocab_size: int = 420) -> None:
         self.script = script
         self.info: EngineInfo | None = EngineInfo(
-            max_model_len=max_model_len, num_blocks=64, block_size=16, vocab_size=vocab_size, dtype="float32"
+            max_model_len=max_model_len,
+            num_blocks=64,
+            block_size=16,
+            vocab_size=vocab_size,
+            dtype="float32",
+            scheduling_policy="priority",
         )
         self.failure: FailureReport | None = None
         self.running: dict[str, EngineRequest] = {}
@@ -92,6 +97,7 @@ class ScriptedEngine:
                     finish_reason=reason,
                     stop_reason=token if reason == "stop" and token not in request.eos_token_ids else None,
                     num_cached_tokens=2 if index < self.at_once else 0,
+                    prompt_logprobs=self._prompt_logprobs(request) if index < self.at_once else [],
                 )
                 given = []
                 if reason is not None:
@@ -116,6 +122,15 @@ class ScriptedEngine:
                 wait.cancel()
         if self.failure is not None:
             raise EngineDeadError(self.failure)
+
+    def _prompt_logprobs(self, request: EngineRequest) -> list[TokenLogprobs]:
+        top = request.sampling.prompt_logprobs
+        if top is None:
+            return []
+        return [
+            TokenLogprobs(logprob=-2.0, rank=2, top_ids=[7, token][:top], top_logprobs=[-1.0, -2.0][:top])
+            for token in request.prompt_token_ids[1:]
+        ]
 
     def _logprobs(self, request: EngineRequest, token: int) -> list[TokenLogprobs | None]:
         top = request.sampling.logprobs

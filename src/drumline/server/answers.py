@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from drumline.server.generation import Generation
-from drumline.server.logprobs import Spelling, chat_logprobs, completion_logprobs
+from drumline.server.logprobs import Spelling, chat_logprobs, completion_logprobs, prompt_logprobs
 from drumline.server.schema import (
     ChatChoice,
     ChatChunk,
@@ -26,9 +26,12 @@ from drumline.server.schema import (
     StreamOptions,
     Usage,
 )
-from drumline.text.results import CompletionOutput, RequestOutput
+from drumline.text.results import CompletionOutput, Logprob, RequestOutput
 
 _encode = msgspec.json.Encoder().encode
+
+
+PromptRows = Sequence[Mapping[int, Logprob] | None]
 
 
 class Writer(Protocol):
@@ -40,8 +43,11 @@ class Writer(Protocol):
     def first(self, index: int) -> Any | None:
         """Chunk before the first piece of an output; None if the route has none."""
 
-    def chunk(self, index: int, new: CompletionOutput) -> Any:
-        """Chunk of what is new."""
+    def wants_prompt(self, index: int) -> bool:
+        """The next chunk of this output has the log-probabilities of its prompt in it."""
+
+    def chunk(self, index: int, new: CompletionOutput, prompt: PromptRows | None = None) -> Any:
+        """Chunk of what is new. ``prompt``: log-probabilities of the prompt, if they are wanted."""
 
     def last(self) -> Any:
         """Chunk without a choice, for the usage."""
@@ -101,7 +107,11 @@ class ChatWriter:
             chunk.prompt_token_ids = self._shape.prompt_ids(0)
         return chunk
 
-    def chunk(self, index: int, new: CompletionOutput) -> ChatChunk:
+    def wants_prompt(self, index: int) -> bool:
+        """Never: what is echoed here is a message, not a prompt."""
+        return False
+
+    def chunk(self, index: int, new: CompletionOutput, prompt: PromptRows | None = None) -> ChatChunk:
         """Text that is new; the reason in the last one."""
         choice = ChatChunkChoice(
             index=index,
@@ -144,7 +154,7 @@ class ChatWriter:
                 stop_reason=result.stop_reason,
                 token_ids=shape.ids(result.token_ids),
             )
-            for index, result in enumerate(_outputs(results))
+            for index, result in enumerate(results[0].outputs)
         ]
         return ChatCompletion(
             id=shape.id,
@@ -153,6 +163,7 @@ class ChatWriter:
             choices=choices,
             usage=usage,
             system_fingerprint=shape.fingerprint,
+            prompt_logprobs=prompt_logprobs(results[0].prompt_logprobs),
             prompt_token_ids=shape.prompt_ids(0),
         )
 
@@ -171,10 +182,14 @@ class CompletionWriter:
         """Completions have no such chunk."""
         return
 
-    def chunk(self, index: int, new: CompletionOutput) -> Completion:
+    def wants_prompt(self, index: int) -> bool:
+        """In front of an echo's first piece."""
+        return bool(self._shape.echo) and self._shape.num_top is not None and index not in self._begun
+
+    def chunk(self, index: int, new: CompletionOutput, prompt: PromptRows | None = None) -> Completion:
         """Text that is new."""
         offset = self._offsets.get(index, 0)
-        logprobs = self._logprobs(new, offset)
+        logprobs = self._logprobs(new, offset, prompt, index)
         if logprobs is not None:
             self._offsets[index] = offset + sum(len(token) for token in logprobs.tokens)
         choice = CompletionChoice(
@@ -206,31 +221,37 @@ class CompletionWriter:
             system_fingerprint=shape.fingerprint,
         )
 
-    def _logprobs(self, new: CompletionOutput, offset: int) -> CompletionLogprobs | None:
+    def _logprobs(
+        self, new: CompletionOutput, offset: int, prompt: PromptRows | None, index: int
+    ) -> CompletionLogprobs | None:
         shape = self._shape
         if shape.num_top is None:
             return None
-        return completion_logprobs(new.token_ids, new.logprobs or (), shape.num_top, shape.spelling, offset)
+        ids, rows = new.token_ids, list[Mapping[int, Logprob] | None](new.logprobs or ())
+        if prompt is not None:
+            ids, rows = [*shape.prompts[index // shape.n], *ids], [*prompt, *rows]
+        return completion_logprobs(ids, rows, shape.num_top, shape.spelling, offset)
 
     def whole(self, results: list[RequestOutput], usage: Usage) -> Completion:
         """All outputs."""
-        choices = [
-            CompletionChoice(
-                index=index,
-                text=self._shape.prefix(index) + result.text,
-                logprobs=self._logprobs(result, 0),
-                finish_reason=result.finish_reason,
-                stop_reason=result.stop_reason,
-                token_ids=self._shape.ids(result.token_ids),
-                prompt_token_ids=self._shape.prompt_ids(index),
-            )
-            for index, result in enumerate(_outputs(results))
-        ]
+        choices: list[CompletionChoice] = []
+        for result in results:
+            for output in result.outputs:
+                index = len(choices)
+                echoed = result.prompt_logprobs if self._shape.echo else None
+                choices.append(
+                    CompletionChoice(
+                        index=index,
+                        text=self._shape.prefix(index) + output.text,
+                        logprobs=self._logprobs(output, 0, echoed, index),
+                        finish_reason=output.finish_reason,
+                        stop_reason=output.stop_reason,
+                        token_ids=self._shape.ids(output.token_ids),
+                        prompt_token_ids=self._shape.prompt_ids(index),
+                        prompt_logprobs=prompt_logprobs(result.prompt_logprobs),
+                    )
+                )
         return self._completion(choices, usage)
-
-
-def _outputs(results: list[RequestOutput]) -> list[CompletionOutput]:
-    return [output for result in results for output in result.outputs]
 
 
 async def whole(generation: Generation, writer: Writer) -> bytes:
@@ -252,6 +273,7 @@ class Events:
         self._always = bool(options and options.continuous_usage_stats)
         self._with_ids = with_ids
         self._begun: set[int] = set()
+        self._early: list[tuple[int, CompletionOutput]] = []
         self._plain: dict[int, tuple[bytes, bytes]] = {}
         self._write: Callable[[bytes], None] = _nowhere
 
@@ -279,16 +301,28 @@ class Events:
     def _take(self, index: int, new: CompletionOutput) -> None:
         data = b""
         if index not in self._begun:
+            prompt = None
+            if self._writer.wants_prompt(index):
+                prompt = self._generation.prompt_logprobs_of(index)
+                if prompt is None:
+                    # It comes with the first of the prompt's outputs.
+                    self._early.append((index, new))
+                    return
             self._begun.add(index)
             first = self._writer.first(index)
             data = self._event(first) if first is not None else b""
-            data += self._event(self._writer.chunk(index, new)) if self._tells(new) else b""
+            if self._tells(new) or prompt is not None:
+                data += self._event(self._writer.chunk(index, new, prompt))
         elif self._always or self._with_ids or new.logprobs or new.finish_reason is not None:
             data = self._event(self._writer.chunk(index, new)) if self._tells(new) else b""
         elif new.text:
             data = self._text(index, new.text)
         if data:
             self._write(data)
+        if self._early:
+            early, self._early = self._early, []
+            for waiting in early:
+                self._take(*waiting)
 
     def _tells(self, new: CompletionOutput) -> bool:
         """A token that is only part of a character gives no text yet."""

@@ -22,7 +22,7 @@ from drumline.errors import DrumlineError, EngineDeadError
 from drumline.server.metrics import Metrics
 from drumline.server.schema import PromptTokensDetails, Usage
 from drumline.text.requests import PreparedRequest
-from drumline.text.results import CompletionOutput, OutputAssembler, RequestOutput
+from drumline.text.results import CompletionOutput, Logprob, OutputAssembler, RequestOutput
 from drumline.text.tokenizer import Tokenizer
 
 AT_ONCE = 64
@@ -56,6 +56,11 @@ class Choice:
         """Until its first step."""
 
 
+def _emptied(output: CompletionOutput) -> CompletionOutput:
+    rows: list[dict[int, Logprob]] | None = None if output.logprobs is None else []
+    return CompletionOutput(index=output.index, text="", token_ids=[], logprobs=rows, finish_reason="length")
+
+
 class Generation:
     """All outputs of one HTTP request."""
 
@@ -66,8 +71,15 @@ class Generation:
         tokenizer: Tokenizer | None,
         prepared: Sequence[PreparedRequest],
         arrival: float,
+        *,
+        prompt_only: bool = False,
+        interval: int = 1,
     ) -> None:
-        """``arrival``: time.monotonic() of the request."""
+        """``arrival``: time.monotonic() of the request.
+
+        ``prompt_only``: outputs are empty, whatever the engine gives (it gives a token at least). ``interval``: tokens
+        that a stream takes at once, the first and the last of an output aside.
+        """
         self._engine = engine
         self._metrics = metrics
         self._arrival = arrival
@@ -84,7 +96,10 @@ class Generation:
         self._take: Take | None = None
         self._busy = never
         # A stop string must end the request at once; without one, text is needed only when it is looked at.
+        self._prompt_only = prompt_only
+        self._interval = interval
         self._at_once = 1 if any(one.params.stop for one in prepared) else AT_ONCE
+        metrics.load += 1
         for one in prepared:
             metrics.request_began(one)
 
@@ -136,11 +151,15 @@ class Generation:
             await self.wait()
         finally:
             self.close()
-        return [assembler.result() for assembler in self._assemblers]
+        results = [assembler.result() for assembler in self._assemblers]
+        if self._prompt_only:
+            for result in results:
+                result.outputs = [_emptied(output) for output in result.outputs]
+        return results
 
-    def prompts(self) -> list[RequestOutput]:
-        """What is known of each prompt so far."""
-        return [assembler.result() for assembler in self._assemblers]
+    def prompt_logprobs_of(self, index: int) -> list[dict[int, Logprob] | None] | None:
+        """Those of the prompt that the output of this index belongs to, once they have come."""
+        return self._choices[index].assembler.result().prompt_logprobs
 
     def close(self) -> None:
         """Abort what still runs. Idempotent."""
@@ -158,7 +177,7 @@ class Generation:
             if self._take is None:
                 if not last and len(output.token_ids) < self._at_once:
                     return False
-            elif self._busy():
+            elif self._busy() or (not last and choice.tokens and len(output.token_ids) < self._interval):
                 return False
             self._push(choice, output)
         except Exception as e:  # noqa: BLE001 - raised again by wait()
@@ -169,6 +188,8 @@ class Generation:
         new = choice.assembler.push(output)
         if new is None:
             return
+        if self._prompt_only:
+            new = _emptied(new)
         choice.tokens += len(new.token_ids)
         if new.finish_reason is not None:
             # A stop string is found here, not by the engine: closing aborts the request.

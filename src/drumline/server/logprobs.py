@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from drumline.server.schema import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from msgspec import UNSET, UnsetType
+
+from drumline.server.schema import ChatLogprobs, CompletionLogprobs, PromptLogprobs, TokenLogprob, TopLogprob
 from drumline.text.results import Logprob
 
 TokenBytes = Callable[[int], bytes]
@@ -59,18 +61,27 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    ids: Sequence[int], rows: Sequence[Mapping[int, Logprob]], num_top: int, spelling: Spelling, offset: int
+    ids: Sequence[int], rows: Sequence[Mapping[int, Logprob] | None], num_top: int, spelling: Spelling, offset: int
 ) -> CompletionLogprobs:
-    """Four lists, an entry for each token. ``offset``: characters of the output before the first of these tokens."""
+    """Four lists, an entry for each token. ``offset``: characters of the output before the first of these tokens.
+
+    A row is None for the first token of a prompt, which has a text but no log-probability.
+    """
     lists = CompletionLogprobs(top_logprobs=[] if num_top else None)
     for token, row in zip(ids, rows, strict=False):
-        if token not in row:
+        if row is not None and token not in row:
             continue
-        text, logprob = spelling.text(token), finite(row[token].logprob)
+        text = spelling.text(token)
         lists.tokens.append(text)
-        lists.token_logprobs.append(logprob)
         lists.text_offset.append(offset)
         offset += len(text)
+        if row is None:
+            lists.token_logprobs.append(None)
+            if lists.top_logprobs is not None:
+                lists.top_logprobs.append(None)
+            continue
+        logprob = finite(row[token].logprob)
+        lists.token_logprobs.append(logprob)
         if lists.top_logprobs is not None:
             top = {text: logprob}
             for other, entry in _top(row, num_top):
@@ -78,3 +89,15 @@ def completion_logprobs(
                 top.setdefault(spelling.text(other), finite(entry.logprob))
             lists.top_logprobs.append(top)
     return lists
+
+
+def prompt_logprobs(rows: Sequence[Mapping[int, Logprob] | None] | None) -> PromptLogprobs | UnsetType:
+    """Those of a prompt as JSON can carry them; UNSET if there are none."""
+    if rows is None:
+        return UNSET
+    return [
+        None
+        if row is None
+        else {token: Logprob(finite(one.logprob), one.rank, one.decoded_token) for token, one in row.items()}
+        for row in rows
+    ]

@@ -77,6 +77,8 @@ class Metrics(Collector):
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self.load = 0
+        """HTTP requests that outputs are made for."""
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.finished: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
@@ -139,6 +141,7 @@ class Metrics(Collector):
 
     def request_ended(self, arrival: float, longest: int) -> None:
         """All outputs of an HTTP request ended."""
+        self.load -= 1
         self.request.observe(time.monotonic() - arrival)
         self.longest_output.observe(longest)
 

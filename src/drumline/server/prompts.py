@@ -15,10 +15,19 @@ import msgspec
 from drumline.config import EngineConfig
 from drumline.engine.protocol import EngineInfo
 from drumline.errors import RequestError
-from drumline.plan.sampling import MAX_LOGPROBS, SamplingParams
+from drumline.plan.sampling import SamplingParams
 from drumline.server.errors import ApiError, bad_request
 from drumline.server.http import whole_number
-from drumline.server.schema import REFUSED, ChatRequest, CompletionRequest, SamplingFields
+from drumline.server.schema import (
+    REFUSED,
+    ChatRequest,
+    CompletionRequest,
+    Detokenized,
+    DetokenizeRequest,
+    SamplingFields,
+    Tokenized,
+    TokenizeRequest,
+)
 from drumline.text.requests import TOO_LONG, PreparedRequest, RequestBuilder
 from drumline.text.tokenizer import Tokenizer, read_eos_token_ids, read_sampling_defaults
 
@@ -67,6 +76,8 @@ class Prepared:
     """How many of the likeliest tokens to report; None: no log-probabilities."""
     echo: list[str]
     """For each prompt, what to put in front of its outputs; empty: nothing."""
+    echo_only: bool = False
+    """No output is wanted behind that: what the engine gives (it gives a token at least) is left out."""
 
 
 class TextRoom:
@@ -75,6 +86,7 @@ class TextRoom:
     def __init__(self, files: TextFiles, info: EngineInfo, *, seed: int = 0) -> None:
         """``seed`` other than 0: requests without a seed repeat themselves from one run of the server to the next."""
         self.tokenizer = files.tokenizer
+        self._policy = info.scheduling_policy
         self._defaults = files.defaults
         self._builder = RequestBuilder(
             files.tokenizer,
@@ -83,6 +95,7 @@ class TextRoom:
             eos_token_ids=files.eos_token_ids,
             sampling_defaults=files.defaults,
             seed=seed or None,
+            max_logprobs=info.max_logprobs,
         )
 
     @property
@@ -102,9 +115,7 @@ class TextRoom:
         if self.tokenizer is None:
             raise bad_request("Chats need a tokenizer; this server runs without one. Use /v1/completions.", "messages")
         extra = body.chat_template_kwargs or {}
-        for name in RESERVED:
-            if name in extra:
-                raise bad_request(f"chat_template_kwargs cannot have {name}.", "chat_template_kwargs")
+        _check_extra(extra)
         if body.reasoning_effort is not None:
             extra = {"reasoning_effort": body.reasoning_effort, **extra}
         if len(body.messages) >= self._builder.max_model_len:
@@ -127,29 +138,71 @@ class TextRoom:
             # The template writes special tokens itself.
             request = self._prepare(body, params, request_id, text, add_special_tokens=bool(body.add_special_tokens))
             echo = [_content(body.messages[-1])] if body.echo and go_on else []
-            return Prepared(requests=[request], num_top=num_top, echo=echo)
+            return Prepared(requests=[request], num_top=_asked(request, num_top), echo=echo)
         except RequestError as e:
-            if e.param == "prompt":
-                e.param = "messages"
+            e.param = {"prompt": "messages", "logprobs": "top_logprobs"}.get(e.param or "", e.param)
             raise
 
     def completion(self, body: CompletionRequest, request_id: str) -> Prepared:
         """Engine requests of a completion."""
         _refuse(body)
-        if body.echo and body.logprobs is not None:
-            raise bad_request("echo with logprobs is not supported: those of the prompt are not built.", "echo")
-        num_top = whole_number(body.logprobs, "logprobs", 0, MAX_LOGPROBS)
-        params = self._params(body, num_top)
+        num_top = whole_number(body.logprobs, "logprobs", -1, INT32)
+        echo_only = bool(body.echo) and body.max_tokens == 0
+        params = self._params(body, num_top, 1 if echo_only else None)
+        if body.echo and num_top is not None and params.prompt_logprobs is None:
+            params.prompt_logprobs = num_top
+        params.best_of = whole_number(body.best_of, "best_of", 1, MAX_N)
+        params.check()
+        if body.stream and (params.best_of or params.n) > params.n:
+            raise bad_request("best_of needs all outputs before it can choose; it cannot be streamed.", "best_of")
         prompts = split_prompt(body.prompt)
-        if len(prompts) * params.n > MAX_CHOICES:
-            raise bad_request(f"prompts x n must be at most {MAX_CHOICES}, not {len(prompts) * params.n}.", "prompt")
+        count = len(prompts) * (params.best_of or params.n)
+        if count > MAX_CHOICES:
+            raise bad_request(f"prompts x n must be at most {MAX_CHOICES}, not {count}.", "prompt")
         special = body.add_special_tokens is not False
         requests = [
             self._prepare(body, params, f"{request_id}-{place}", prompt, add_special_tokens=special)
             for place, prompt in enumerate(prompts)
         ]
         echo = [self._text(request) for request in requests] if body.echo else []
-        return Prepared(requests=requests, num_top=num_top, echo=echo)
+        return Prepared(requests=requests, num_top=_asked(requests[0], num_top), echo=echo, echo_only=echo_only)
+
+    def tokenize(self, body: TokenizeRequest) -> Tokenized:
+        """Token ids of a prompt or a chat, however many they are."""
+        tokenizer = self._need_tokenizer("prompt")
+        _refuse(body)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("Give prompt or messages, one of them.", "prompt")
+        text, special = body.prompt, body.add_special_tokens is not False
+        if body.messages is not None:
+            _check_extra(body.chat_template_kwargs)
+            special = bool(body.add_special_tokens)
+            text = tokenizer.render_chat(
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+                continue_final_message=bool(body.continue_final_message),
+                **(body.chat_template_kwargs or {}),
+            )
+        assert text is not None
+        ids = tokenizer.encode(text, add_special_tokens=special)
+        names = [tokenizer.id_to_token(token) or "" for token in ids] if body.return_token_strs else None
+        return Tokenized(count=len(ids), max_model_len=self._builder.max_model_len, tokens=ids, token_strs=names)
+
+    def detokenize(self, body: DetokenizeRequest) -> Detokenized:
+        """Text of token ids, special tokens included."""
+        tokenizer = self._need_tokenizer("tokens")
+        for token in body.tokens:
+            if not 0 <= token < self._builder.vocab_size:
+                raise bad_request(
+                    f"Token id {token} is outside of the model's vocabulary (0 to {self._builder.vocab_size - 1}).",
+                    "tokens",
+                )
+        return Detokenized(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False))
+
+    def _need_tokenizer(self, param: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise bad_request("This server runs without a tokenizer.", param)
+        return self.tokenizer
 
     def _text(self, request: PreparedRequest) -> str:
         """Text of a prompt, which may have come as token ids."""
@@ -169,13 +222,46 @@ class TextRoom:
         limited = body.max_tokens is not None or getattr(body, "max_completion_tokens", None) is not None
         return self._builder.prepare(
             request_id,
-            prompt,
+            self._truncated(body, params, prompt, add_special_tokens),
             params,
             add_special_tokens=add_special_tokens,
             strict_max_tokens=limited,
-            priority=whole_number(body.priority, "priority", -INT32, INT32) or 0,
+            priority=self._priority(body),
             cache_salt=body.cache_salt or "",
         )
+
+    def _priority(self, body: SamplingFields) -> int:
+        priority = whole_number(body.priority, "priority", -INT32, INT32) or 0
+        if priority and self._policy != "priority":
+            raise ApiError(
+                400,
+                f"priority = {priority} needs a server with --scheduling-policy priority; this one serves requests in "
+                "the order of their arrival. Leave it out or at 0.",
+                param="priority",
+                code="unsupported_parameter",
+            )
+        return priority
+
+    def _truncated(
+        self, body: SamplingFields, params: SamplingParams, prompt: str | list[int], add_special_tokens: bool
+    ) -> str | list[int]:
+        """The prompt, or as many of its tokens as were asked for."""
+        most = whole_number(body.truncate_prompt_tokens, "truncate_prompt_tokens", -1, INT32)
+        side = body.truncation_side or "left"
+        if side not in ("left", "right"):
+            raise bad_request("truncation_side must be left or right.", "truncation_side")
+        if most is None:
+            return prompt
+        limit = self._builder.max_model_len - (params.max_tokens or 1)
+        if most == 0 or most > limit or limit < 1:
+            raise bad_request(
+                f"truncate_prompt_tokens must be -1 or between 1 and {limit}, what the model and max_tokens leave.",
+                "truncate_prompt_tokens",
+            )
+        if isinstance(prompt, str):
+            prompt = self._need_tokenizer("prompt").encode(prompt, add_special_tokens=add_special_tokens)
+        most = limit if most == -1 else most
+        return prompt[:most] if side == "right" else prompt[-most:]
 
     def _params(
         self,
@@ -188,6 +274,8 @@ class TextRoom:
             max_tokens, max_tokens_name = body.max_tokens, "max_tokens"
         if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
             raise bad_request(f"stop can have at most {MAX_STOPS} texts.", "stop")
+        if body.stream and body.prompt_logprobs is not None:
+            raise bad_request("prompt_logprobs are not part of a stream.", "prompt_logprobs")
         limit = whole_number(max_tokens, max_tokens_name, 1, INT32)
         params = self._builder.default_params(
             n=whole_number(body.n, "n", 1, MAX_N),
@@ -203,6 +291,15 @@ class TextRoom:
             include_stop_str_in_output=body.include_stop_str_in_output,
             skip_special_tokens=body.skip_special_tokens,
             logprobs=num_top,
+            prompt_logprobs=whole_number(body.prompt_logprobs, "prompt_logprobs", -1, INT32),
+            min_p=body.min_p,
+            min_tokens=whole_number(body.min_tokens, "min_tokens", 0, INT32),
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=body.logit_bias,
+            bad_words=body.bad_words,
+            allowed_token_ids=body.allowed_token_ids,
         )
         if limit is None:
             # Not the 16 of SamplingParams: what the model's own configuration says, else as many as fit.
@@ -235,8 +332,19 @@ def _content(message: dict[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
+def _asked(request: PreparedRequest, num_top: int | None) -> int | None:
+    """How many of the likeliest tokens: -1 is all of them."""
+    return request.params.logprobs if num_top is not None else None
+
+
+def _check_extra(extra: dict[str, Any] | None) -> None:
+    for name in RESERVED:
+        if name in (extra or {}):
+            raise bad_request(f"chat_template_kwargs cannot have {name}.", "chat_template_kwargs")
+
+
 def _chat_top(body: ChatRequest) -> int | None:
-    top = whole_number(body.top_logprobs, "top_logprobs", 0, MAX_LOGPROBS)
+    top = whole_number(body.top_logprobs, "top_logprobs", -1, INT32)
     if not body.logprobs:
         if top:
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
@@ -244,9 +352,9 @@ def _chat_top(body: ChatRequest) -> int | None:
     return top or 0
 
 
-def _refuse(body: SamplingFields) -> None:
+def _refuse(body: SamplingFields | TokenizeRequest) -> None:
     """400 for a parameter that is known, asks for something, and is not built."""
-    if body.stream_options is not None and not body.stream:
+    if isinstance(body, SamplingFields) and body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream: true.", "stream_options")
     for name in body.__struct_fields__:
         harmless = REFUSED.get(name)

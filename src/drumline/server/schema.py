@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from drumline.text.results import Logprob
+
 Number = int | float | None
 
 
@@ -51,16 +53,32 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens ``token_id:<id>``, since different tokens may have the same text."""
     priority: Number = None
+    """Requests with a lower number are served first."""
     cache_salt: str | None = None
+    """Prefixes are shared only with requests of the same salt."""
+    min_p: Number = None
+    min_tokens: Number = None
+    """Until the output has so many tokens, nothing ends it."""
+    presence_penalty: Number = None
+    frequency_penalty: Number = None
+    repetition_penalty: Number = None
+    logit_bias: dict[str, float] | None = None
+    """Token id: what is added to its logit, -100 to 100."""
+    bad_words: list[str] | None = None
+    """Texts that are not generated."""
+    allowed_token_ids: list[int] | None = None
+    """Only these tokens are generated."""
+    prompt_logprobs: Number = None
+    """Log-probabilities of the prompt's tokens, with so many of the likeliest at each position. Not in a stream."""
+    truncate_prompt_tokens: Number = None
+    """Use only so many tokens of the prompt; -1: as many as fit."""
+    truncation_side: str | None = None
+    """``left``: leave out the beginning of the prompt (the default); ``right``: its end."""
+    stream_interval: Number = None
+    """Tokens in each event of a stream, the first and the last one aside."""
+    request_id: str | None = None
+    """Part of the answer's id."""
     # Known, not built: see REFUSED. Any type, since only whether it asks for something matters.
-    min_p: Any = None
-    min_tokens: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
-    bad_words: Any = None
-    prompt_logprobs: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -68,15 +86,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     use_beam_search: Any = None
-    allowed_token_ids: Any = None
     logprob_token_ids: Any = None
     spaces_between_special_tokens: Any = None
     thinking_token_budget: Any = None
     repetition_detection: Any = None
     length_penalty: Any = None
+    watermarking: Any = None
     vllm_xargs: Any = None
     ec_transfer_params: Any = None
-    truncate_prompt_tokens: Any = None
     kv_transfer_params: Any = None
 
 
@@ -120,21 +137,15 @@ class CompletionRequest(SamplingFields, kw_only=True):
     """How many of the most likely tokens to report at each position."""
     add_special_tokens: bool | None = None
     echo: bool | None = None
-    """Put the prompt in front of the output. Not with ``logprobs``: those of the prompt are not built."""
+    """Put the prompt in front of the output, and its log-probabilities if there are any. With ``max_tokens: 0`` that
+    is all."""
+    best_of: Number = None
+    """Make so many outputs and give the n likeliest ones. Not in a stream."""
     suffix: Any = None
-    best_of: Any = None
     prompt_embeds: Any = None
 
 
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
@@ -142,15 +153,14 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "guided_choice": (),
     "guided_grammar": (),
     "use_beam_search": (False,),
-    "allowed_token_ids": (),
     "logprob_token_ids": ([],),
     "spaces_between_special_tokens": (True,),
     "thinking_token_budget": (-1,),
     "repetition_detection": (),
     "length_penalty": (1,),
+    "watermarking": (False,),
     "vllm_xargs": ({},),
     "ec_transfer_params": (),
-    "truncate_prompt_tokens": (),
     "kv_transfer_params": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -160,7 +170,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "chat_template": (),
     "suffix": ("",),
-    "best_of": (1,),
     "prompt_embeds": (),
 }
 """Field: values that ask for nothing (None always does)."""
@@ -209,9 +218,14 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     """``logprobs`` of a completion choice: four lists of the same length."""
 
     tokens: list[str] = []
-    token_logprobs: list[float] = []
-    top_logprobs: list[dict[str, float]] | None = None
+    token_logprobs: list[float | None] = []
+    """None for the first token of a prompt, which nothing is before."""
+    top_logprobs: list[dict[str, float] | None] | None = None
     text_offset: list[int] = []
+
+
+PromptLogprobs = list[dict[int, Logprob] | None]
+"""For each token of a prompt: itself and the likeliest, by token id; None for the first one."""
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -243,6 +257,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -289,6 +304,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     """In a stream: in the first piece."""
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -301,6 +317,45 @@ class Completion(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /tokenize``: ``prompt``, or ``messages`` as for a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    """Left out: true for a prompt, false for messages."""
+    return_token_strs: bool | None = None
+    """The tokens' texts too."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    chat_template: Any = None
+
+
+class Tokenized(msgspec.Struct, kw_only=True):
+    """Answer of ``/tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class Detokenized(msgspec.Struct, kw_only=True):
+    """Answer of ``/detokenize``."""
+
+    prompt: str
 
 
 class Model(msgspec.Struct, kw_only=True):
