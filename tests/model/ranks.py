@@ -7,6 +7,7 @@ ends, the host when the test closes its socket.
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import socket
@@ -82,11 +83,8 @@ def _receive(channel: socket.socket) -> Any:
 
 
 def _host(channel: socket.socket) -> None:
-    import torch  # noqa: F401  imported once, here
-    import transformers.models.llama.modeling_llama
-    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
-
-    import drumline.model.worker  # noqa: F401
+    import drumline.model.worker  # noqa: F401  imported once, here
+    from drumline.model.spec import read_spec
 
     ranks: list[tuple[int, socket.socket]] = []
     try:
@@ -94,6 +92,7 @@ def _host(channel: socket.socket) -> None:
             kind, *message = _receive(channel)
             if kind == "start":
                 _end(ranks)
+                importlib.import_module(read_spec(message[0].model.path).modeling_module)
                 ranks = _fork_ranks(channel, *message)
             elif kind == "stop":
                 _end(ranks)
