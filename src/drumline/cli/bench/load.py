@@ -73,7 +73,12 @@ class Load:
         self._run = Run()
 
     async def run(self) -> Run:
-        """Run it to its end; or until this is cancelled, which ends it early, with ``interrupted`` set."""
+        """Run it to its end, then read what came; cancelled, it ends early, with ``interrupted`` set."""
+        await self.drive()
+        return self.read()
+
+    async def drive(self) -> None:
+        """Send everything and wait for all answers."""
         with _no_garbage_collection():
             try:
                 await self._pace()
@@ -85,6 +90,9 @@ class Load:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def read(self) -> Run:
+        """What came of it."""
         for outcome, exchange, job in self._held:
             self._read(outcome, exchange, job)
         self._run.outcomes.sort(key=lambda outcome: outcome.index)
