@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline.model.sampling import Sampler, SamplingRows, gumbel_noise, kept_tokens
+from drumline.model.noise import CpuNoise, Noise, noise_at
+from drumline.model.sampling import MOST, Sampler, SamplingRows, kept_tokens
+from drumline.model.slots import SlotTable
 from drumline.parallel.shards import Range, vocab_shards
-from tests.model.equality import reference_kept, reference_noise
-
-CPU = torch.device("cpu")
+from drumline.plan.sampling import SlotSampling
+from drumline.plan.step import SlotStart, TokenLogprobs, pack
+from tests.model import rule
 
 
 class ThreadGroup:
@@ -33,24 +36,38 @@ class ThreadGroup:
         return out
 
 
-def sample_split(logits: torch.Tensor, rows: SamplingRows, size: int) -> tuple[list[int], list[object]]:
-    """Sample over ``size`` ranks; all must agree."""
-    ranges = vocab_shards(logits.shape[1], size)
+def on_ranks(vocab_size: int, size: int, work: Callable[[Sampler], Any]) -> list[Any]:
+    """What ``work`` gives on each of ``size`` ranks."""
+    ranges = vocab_shards(vocab_size, size)
     barrier, box = threading.Barrier(size), [None] * size
-    results: list[object] = [None] * size
+    results: list[Any] = [None] * size
 
-    def work(rank: int) -> None:
-        group = ThreadGroup(size, rank, barrier, box)
-        results[rank] = Sampler(ranges, group).sample(logits[:, ranges[rank].as_slice()], rows)
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(Sampler(ranges, ThreadGroup(size, rank, barrier, box)))
+        except BaseException as error:  # noqa: BLE001  the test gets it
+            results[rank] = error
+            barrier.abort()
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    tokens = [result[0].tolist() for result in results]  # type: ignore[index]
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def sample_split(logits: torch.Tensor, rows: SamplingRows, size: int) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """Sample over ``size`` ranks; all must agree."""
+    results = on_ranks(
+        logits.shape[1], size, lambda sampler: sampler.sample(logits[:, sampler.ids.as_slice()].clone(), rows)
+    )
+    tokens = [result[0].tolist() for result in results]
     assert all(other == tokens[0] for other in tokens)
-    return tokens[0], results[0][1]  # type: ignore[index]
+    return tokens[0], results[0][1]
 
 
 def make_rows(count: int, **columns: object) -> SamplingRows:
@@ -58,6 +75,7 @@ def make_rows(count: int, **columns: object) -> SamplingRows:
         "temperature": np.ones(count),
         "top_p": np.ones(count),
         "top_k": np.zeros(count, dtype=np.int32),
+        "min_p": np.zeros(count),
         "seed": np.arange(count, dtype=np.int64) * 7919 - 5,
         "output_index": np.zeros(count, dtype=np.int64),
         "logprobs": np.full(count, -1, dtype=np.int32),
@@ -65,21 +83,55 @@ def make_rows(count: int, **columns: object) -> SamplingRows:
     return SamplingRows(**(defaults | columns))  # type: ignore[arg-type]
 
 
+def gumbel(seeds: list[int], indices: list[int], start: int, stop: int) -> torch.Tensor:
+    ids = torch.arange(start, stop)[None]
+    return noise_at(torch.tensor(seeds), torch.tensor(indices), ids)
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31), st.integers(0, 200_000), st.integers(1, 50))
 def test_noise_is_the_documented_function(seed: int, index: int, start: int, size: int) -> None:
-    signed = np.array([seed - 2**64 if seed >= 2**63 else seed], dtype=np.int64)
-    noise = gumbel_noise(signed, np.array([index], dtype=np.int64), Range(start, start + size), CPU)
-    expected = reference_noise(seed, index, start + size)[start:]
+    noise = gumbel([seed - 2**64 if seed >= 2**63 else seed], [index], start, start + size)
+    expected = rule.noise(seed, index, start + size)[start:]
     np.testing.assert_allclose(noise[0].numpy(), expected, rtol=1e-12, atol=1e-12)
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(0, 2**32), st.sampled_from([1, 7, 300, 70_000]), st.sampled_from([0.01, 0.3, 1.0, 2.0]), st.booleans()
+)
+def test_drawing_on_a_cpu_is_drawing(seed: int, size: int, temperature: float, flat: bool) -> None:
+    """By the bound on the noise, and by the noise of all ids: the same tokens."""
+    rng = np.random.default_rng(seed)
+    count, ids = int(rng.integers(1, 4)), Range(11, 11 + size)
+    logits = rng.normal(size=(count, size)).astype(np.float32) * (0.1 if flat else 4)
+    logits[rng.random(logits.shape) < 0.2] = -np.inf
+    logits[0, 0] = logits.max() if np.isfinite(logits.max()) else 0
+    arguments = (
+        torch.from_numpy(logits),
+        np.full(count, temperature),
+        rng.integers(-(2**63), 2**63 - 1, count),
+        rng.integers(0, 1000, count),
+    )
+    values, places = CpuNoise(ids).draw(*arguments)
+    expected_values, expected = Noise(ids).draw(*arguments)
+    assert places.tolist() == expected.tolist()
+    torch.testing.assert_close(values, expected_values, rtol=1e-12, atol=1e-12)
+
+
+def test_drawing_where_nothing_is_left() -> None:
+    logits = torch.full((2, 5), float("-inf"))
+    logits[1, 3] = 0
+    arguments = (logits, np.ones(2), np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64))
+    assert CpuNoise(Range(0, 5)).draw(*arguments)[1].tolist() == [0, 3]
+
+
 def test_noise_has_the_gumbel_distribution() -> None:
-    noise = gumbel_noise(np.array([1, 2], dtype=np.int64), np.array([0, 0], dtype=np.int64), Range(0, 200_000), CPU)
+    noise = gumbel([1, 2], [0, 0], 0, 200_000)
     assert float(noise.mean()) == pytest.approx(0.5772, abs=0.01)
     assert float(noise.var()) == pytest.approx(np.pi**2 / 6, abs=0.02)
     assert abs(float(torch.corrcoef(noise)[0, 1])) < 0.01
-    following = gumbel_noise(np.array([1], dtype=np.int64), np.array([1], dtype=np.int64), Range(0, 200_000), CPU)
+    following = gumbel([1], [1], 0, 200_000)
     assert abs(float(torch.corrcoef(torch.cat([noise[:1], following]))[0, 1])) < 0.01
 
 
@@ -94,16 +146,30 @@ def test_frequencies_are_the_probabilities() -> None:
     np.testing.assert_allclose(seen, (logits[0] / 0.7).softmax(0).numpy(), atol=0.015)
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(0, 10**6), st.integers(0, 12), st.floats(0.01, 1.0), st.floats(0.1, 3.0), st.booleans())
-def test_top_k_and_top_p(seed: int, top_k: int, top_p: float, temperature: float, ties: bool) -> None:
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(0, 10**6),
+    st.integers(0, 12),
+    st.floats(0.01, 1.0),
+    st.one_of(st.just(0.0), st.floats(0.0, 1.0)),
+    st.floats(0.1, 3.0),
+    st.booleans(),
+)
+def test_min_p_top_k_and_top_p(
+    seed: int, top_k: int, top_p: float, min_p: float, temperature: float, ties: bool
+) -> None:
     logits = torch.randn(1, 20, generator=torch.Generator().manual_seed(seed)) * 2
     if ties:
         logits = logits.round()
-    keep = kept_tokens(
-        logits, np.array([temperature]), np.array([top_k], dtype=np.int32), np.array([top_p], dtype=np.float64)
+    rows = make_rows(
+        1,
+        temperature=np.array([temperature]),
+        top_k=np.array([top_k], dtype=np.int32),
+        top_p=np.array([top_p]),
+        min_p=np.array([min_p]),
     )
-    expected, on_edge = reference_kept(logits[0].double().numpy() / temperature, top_k, top_p)
+    keep = kept_tokens(logits, rows)
+    expected, on_edge = rule.kept(logits[0].double().numpy() / temperature, top_k, top_p, min_p)
     assert on_edge or keep[0].tolist() == expected.tolist()
     assert keep[0, int(logits.argmax())]
 
@@ -111,9 +177,58 @@ def test_top_k_and_top_p(seed: int, top_k: int, top_p: float, temperature: float
 def test_top_p_of_a_flat_distribution() -> None:
     logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(1)) * 0.01
     for top_p in (0.05, 0.5, 0.999):
-        keep = kept_tokens(logits, np.array([1.0]), np.array([0], dtype=np.int32), np.array([top_p]))
-        expected, on_edge = reference_kept(logits[0].double().numpy(), 0, top_p)
+        keep = kept_tokens(logits, make_rows(1, top_p=np.array([top_p])))
+        expected, on_edge = rule.kept(logits[0].double().numpy(), 0, top_p)
         assert on_edge or keep[0].tolist() == expected.tolist()
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[SlotSampling], int]:
+    """Logits, what each row asks for, and a number of ranks: vocabularies below and above MOST, flat and steep ones."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    vocab_size = draw(st.sampled_from([40, MOST, 3 * MOST + 1]))
+    rows = draw(st.integers(1, 6))
+    scale = rng.choice([0.01, 1.0, 4.0], size=(rows, 1))
+    logits = (rng.normal(size=(rows, vocab_size)) * scale).astype(np.float32)
+    if draw(st.booleans()):
+        logits = np.round(logits * 2) / 2  # many equal ones
+    kinds = [
+        SlotSampling(
+            temperature=float(rng.choice([0.0, 0.01, 0.7, 1.0, 2.0])),
+            top_p=float(rng.choice([1.0, 1.0, 0.1, 0.9, 0.999])),
+            top_k=int(rng.choice([0, 0, 1, 5, MOST - 1, MOST, MOST + 1])),
+            min_p=float(rng.choice([0.0, 0.0, 0.001, 0.3, 1.0])),
+            seed=int(rng.integers(0, 2**63)),
+        )
+        for _ in range(rows)
+    ]
+    return torch.from_numpy(logits), kinds, draw(st.sampled_from([1, 2, 3, 5]))
+
+
+def rows_of(kinds: list[SlotSampling], **more: object) -> SamplingRows:
+    return make_rows(
+        len(kinds),
+        temperature=np.array([kind.temperature for kind in kinds]),
+        top_p=np.array([kind.top_p for kind in kinds]),
+        top_k=np.array([kind.top_k for kind in kinds], dtype=np.int32),
+        min_p=np.array([kind.min_p for kind in kinds]),
+        seed=np.array([kind.seed for kind in kinds], dtype=np.int64),
+        **more,
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(batches())
+def test_any_batch_on_any_number_of_ranks_follows_the_rule(
+    batch: tuple[torch.Tensor, list[SlotSampling], int],
+) -> None:
+    logits, kinds, size = batch
+    tokens, _ = sample_split(logits, rows_of(kinds), size)
+    for row, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
+        scores, on_edge = rule.perturbed(logits[row].double().numpy(), kind, 0)
+        assert on_edge or token == int(scores.argmax()), (row, kind)
+        if size == 1:
+            assert sample_split(logits[row : row + 1], rows_of([kind]), 1)[0] == [token]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -128,7 +243,14 @@ def test_slices_give_what_the_whole_gives(size: int) -> None:
         logprobs=np.array([-1, 2, 0] * 4, dtype=np.int32),
         output_index=np.arange(count),
     )
-    assert sample_split(logits, rows, size) == sample_split(logits, rows, 1)
+    tokens, logprobs = sample_split(logits, rows, size)
+    expected_tokens, expected = sample_split(logits, rows, 1)
+    assert tokens == expected_tokens
+    for entry, other in zip(logprobs, expected, strict=True):
+        assert (entry is None) == (other is None)
+        if entry is not None and other is not None:
+            assert (entry.rank, entry.top_ids) == (other.rank, other.top_ids)
+            assert [entry.logprob, *entry.top_logprobs] == pytest.approx([other.logprob, *other.top_logprobs], abs=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -137,3 +259,51 @@ def test_equal_logits_give_the_lowest_id(size: int) -> None:
     logits[1, [3, 6]] = 1.0
     logits[2, 7] = 1.0
     assert sample_split(logits, make_rows(3, temperature=np.zeros(3)), size)[0] == [0, 3, 7]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("vocab_size", [100, 400])
+def test_rows_whose_tokens_are_all_banned_give_the_lowest_id(size: int, vocab_size: int) -> None:
+    kinds = [
+        SlotSampling(),
+        SlotSampling(temperature=1),
+        SlotSampling(temperature=1, top_k=5),
+        SlotSampling(temperature=1, top_p=0.5),
+        SlotSampling(temperature=1, min_p=0.5),
+        SlotSampling(temperature=1, min_p=0.5, top_k=3, top_p=0.5),
+    ]
+    logits = torch.full((len(kinds), vocab_size), float("-inf"))
+    assert sample_split(logits, rows_of(kinds), size)[0] == [0] * len(kinds)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_log_probabilities(size: int) -> None:
+    logits = torch.randn(5, 90, generator=torch.Generator().manual_seed(3)) * 2
+    logits[1] = logits[1].round()
+    logits[2, 50:] = float("-inf")
+    tokens, counts = np.array([3, 80, 7, 0, 89], dtype=np.int32), np.array([0, 4, 90, 1, 60], dtype=np.int32)
+    found = on_ranks(90, size, lambda sampler: sampler.logprobs(logits[:, sampler.ids.as_slice()], tokens, counts))[-1]
+    expected = logits.double().log_softmax(dim=1)
+    for row, (entry, token, count) in enumerate(zip(found, tokens, counts, strict=True)):
+        order = np.argsort(-logits[row].numpy(), kind="stable")[: min(count, 50 if row == 2 else 90)]
+        assert entry.logprob == pytest.approx(float(expected[row, token]), abs=1e-6)
+        assert entry.rank == int((logits[row] > logits[row, token]).sum()) + 1
+        assert entry.top_ids == order.tolist()
+        assert entry.top_logprobs == pytest.approx(expected[row, order].tolist(), abs=1e-6)
+
+
+def test_log_probabilities_are_of_the_raw_distribution() -> None:
+    logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(5))
+    expected = logits.log_softmax(dim=1)
+    table = SlotTable(20, 4, ids=Range(0, 30))
+    kind = SlotSampling(temperature=0.5, logprobs=2, bias_ids=(4,), bias_values=(100.0,))
+    for slot in range(3):
+        table.start(SlotStart(slot, "r", pack([1, 2]), 2, kind if slot else SlotSampling()))
+    tokens, logprobs = sample_split(logits, table.sampling_rows(np.arange(3, dtype=np.int32)), 1)
+    assert tokens[1:] == [4, 4]
+    assert logprobs[0] is None
+    for row in (1, 2):
+        entry = logprobs[row]
+        assert entry is not None
+        assert entry.logprob == pytest.approx(float(expected[row, 4]), abs=1e-5)
+        assert entry.top_ids == expected[row].topk(2).indices.tolist()

@@ -28,8 +28,8 @@ from drumline.model.attention import KVCache, dummy_batch, make_batch
 from drumline.model.forward import Forward
 from drumline.model.pipeline import Stage
 from drumline.model.sampling import Sampler, SamplingRows
-from drumline.model.slots import Ints, SlotTable
-from drumline.plan.step import BY_VALUE, StepOutput, StepPlan, ints, pack
+from drumline.model.slots import Ints, PromptRows, SlotTable
+from drumline.plan.step import BY_VALUE, PromptLogprobs, StepOutput, StepPlan, ints, pack
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class _Unsampled:
     lives: npt.NDArray[np.int64]
     """Which life of each slot the step belongs to."""
     rows: SamplingRows
+    prompt: PromptRows | None = None
+    """Tokens of prompts whose log-probabilities are asked for: their logits follow those of the rows that sample."""
 
 
 class ModelRunner:
@@ -75,7 +77,13 @@ class ModelRunner:
         """Take a KV cache into use; all slots are empty then."""
         self._cache = cache
         self._unsampled.clear()
-        self.slots = SlotTable(self._max_model_len, cache.block_size, self._max_num_seqs)
+        self.slots = SlotTable(
+            self._max_model_len,
+            cache.block_size,
+            self._max_num_seqs,
+            ids=self._sampler.ids if self._stage.samples else None,
+            device=self._device,
+        )
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput | None:
@@ -119,6 +127,7 @@ class ModelRunner:
         self._stage.prepare(plan, state)
         chosen = np.flatnonzero(ints(plan.sample))
         sampled = slots[chosen]
+        prompt = state.prompt_rows(slots, count, computed)
         logits = torch.empty((0, 0))
         if len(slots):
             if len(fresh):
@@ -130,14 +139,15 @@ class ModelRunner:
             width = -(-int((computed + count).max()) // self._cache.block_size)
             tables = state.tables[slots, :width]
             batch = make_batch(self._cache, tables, computed, count, self._device)
-            last = self._tensor((starts + count - 1)[chosen])
+            keep = (starts + count - 1)[chosen]
+            last = self._tensor(keep if prompt is None else np.concatenate([keep, prompt.places]))
             inputs = self._stage.receive(self._tensor(ids))
             computed_here = self._compute(inputs, self._tensor(positions), batch, last)
             if self._stage.samples:
                 logits = computed_here
             else:
                 self._stage.pass_on(computed_here)
-        return _Unsampled(logits, sampled, state.life[sampled], state.sampling_rows(sampled))
+        return _Unsampled(logits, sampled, state.life[sampled], state.sampling_rows(sampled), prompt)
 
     def _append_blocks(self, plan: StepPlan, slots: Ints, computed: Ints) -> Ints:
         """Extend block tables; the ids of new blocks that hold nothing yet (a prefix hit's hold something)."""
@@ -181,14 +191,24 @@ class ModelRunner:
         if not self._stage.samples:
             self._leave_room(step, unsampled)
             return None
-        slots = unsampled.slots
+        slots, logits = unsampled.slots, unsampled.logits
+        prompts = [] if unsampled.prompt is None else self._prompt_logprobs(unsampled.prompt, logits[len(slots) :])
         if not len(slots):
-            return StepOutput(step=step, slots=b"", tokens=b"")
-        tokens, logprobs = self._sampler.sample(unsampled.logits, unsampled.rows)
+            return StepOutput(step=step, slots=b"", tokens=b"", prompt_logprobs=prompts)
+        tokens, logprobs = self._sampler.sample(logits[: len(slots)], unsampled.rows)
         self._stage.sampled(step, slots, tokens)
         alive = self.slots.life[slots] == unsampled.lives
         self.slots.append_tokens(slots[alive], tokens[alive], step)
-        return StepOutput(step=step, slots=pack(slots), tokens=pack(tokens), logprobs=logprobs)
+        return StepOutput(step=step, slots=pack(slots), tokens=pack(tokens), logprobs=logprobs, prompt_logprobs=prompts)
+
+    def _prompt_logprobs(self, prompt: PromptRows, logits: torch.Tensor) -> list[PromptLogprobs]:
+        """Log-probabilities of tokens of prompts, in pieces for each slot. A collective."""
+        found = self._sampler.logprobs(logits, prompt.tokens, prompt.counts)
+        begins = np.flatnonzero(np.diff(prompt.slots, prepend=-1)).tolist()
+        return [
+            PromptLogprobs(int(prompt.slots[begin]), int(prompt.positions[begin]), found[begin:end])
+            for begin, end in zip(begins, [*begins[1:], len(prompt.slots)], strict=True)
+        ]
 
     def _leave_room(self, step: int, unsampled: _Unsampled) -> None:
         """The last stage samples: here the tokens are counted, and their values are 0 until they are known."""

@@ -1,4 +1,5 @@
-"""What a rank knows of each slot: known tokens, block table, what to sample with. Rows of numpy arrays.
+"""What a rank knows of each slot: known tokens, block table, what to sample with. Rows of numpy arrays; bans, biases
+and penalties, which few slots ask for, are in ``model.adjust``.
 
 Plans (``plan.step``) say what changes: slots are freed, started, given blocks; sampled tokens are appended. All ranks
 hold the same state. What a plan could contradict raises RuntimeError, since ranks that disagree answer nonsense.
@@ -6,19 +7,48 @@ hold the same state. What a plan could contradict raises RuntimeError, since ran
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from drumline.model.adjust import Adjuster
 from drumline.model.sampling import SamplingRows
+from drumline.parallel.shards import Range
 from drumline.plan.step import BY_VALUE, SlotStart, ints
 
 Ints = npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True)
+class PromptRows:
+    """Prompt tokens whose log-probabilities a step computes: arrays of [P], one for each token, in order of the rows."""
+
+    places: npt.NDArray[np.int64]
+    """Place among the step's tokens of the token before each, whose logits it is predicted by."""
+    slots: Ints
+    positions: npt.NDArray[np.int64]
+    """Of the predicted token in the prompt."""
+    tokens: Ints
+    """The predicted token."""
+    counts: Ints
+    """Number of top log-probabilities to report."""
+
+
 class SlotTable:
     """State of all slots of this rank. Arrays grow with the highest slot number that is seen."""
 
-    def __init__(self, max_model_len: int, block_size: int, capacity: int = 64) -> None:
+    def __init__(
+        self,
+        max_model_len: int,
+        block_size: int,
+        capacity: int = 64,
+        *,
+        ids: Range | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """``ids``: this rank's slice of the vocabulary, if it samples; ``device``: where it does."""
         self._width = max_model_len + 1  # the last sampled token is never computed, but known
         self._blocks = -(-max_model_len // block_size)
         self.tokens = np.zeros((capacity, self._width), dtype=np.int32)
@@ -34,7 +64,12 @@ class SlotTable:
         self.top_p = np.ones(capacity)
         self.top_k = np.zeros(capacity, dtype=np.int32)
         self.seed = np.zeros(capacity, dtype=np.int64)
+        self.min_p = np.zeros(capacity)
         self.logprobs = np.full(capacity, -1, dtype=np.int32)
+        self.prompt_logprobs = np.full(capacity, -1, dtype=np.int32)
+        self._num_scoring = 0
+        """Slots that are in use and ask for log-probabilities of their prompts."""
+        self._adjuster = None if ids is None else Adjuster(ids, device or torch.device("cpu"))
 
     @property
     def max_tokens(self) -> int:
@@ -59,12 +94,21 @@ class SlotTable:
         self.top_p[slot] = sampling.top_p
         self.top_k[slot] = max(sampling.top_k, 0)
         self.seed[slot] = (sampling.seed + (1 << 63)) % (1 << 64) - (1 << 63)  # the same 64 bits, signed
+        self.min_p[slot] = sampling.min_p
         self.logprobs[slot] = sampling.logprobs
+        self.prompt_logprobs[slot] = sampling.prompt_logprobs
+        self._num_scoring += sampling.prompt_logprobs >= 0
+        if self._adjuster is not None:
+            self._adjuster.start(slot, sampling, tokens, start.num_prompt)
 
     def free(self, slots: Ints) -> None:
         """Empty slots."""
         self.check(slots)
         self.life[slots] += 1
+        if self._num_scoring:
+            self._num_scoring -= int((self.prompt_logprobs[slots] >= 0).sum())
+        if self._adjuster is not None:
+            self._adjuster.free(slots)
 
     def check(self, slots: Ints) -> None:
         """RuntimeError if one of these is not in use."""
@@ -88,6 +132,8 @@ class SlotTable:
         self.tokens[slots, self.num_tokens[slots]] = tokens
         self.num_tokens[slots] += 1
         self.sampled_by[slots] = step
+        if self._adjuster is not None:
+            self._adjuster.sampled(slots, tokens)
 
     def sampling_rows(self, slots: Ints) -> SamplingRows:
         """What these slots ask for, for their next token."""
@@ -97,7 +143,31 @@ class SlotTable:
             top_k=self.top_k[slots],
             seed=self.seed[slots],
             output_index=(self.num_tokens[slots] - self.num_prompt[slots]).astype(np.int64),
+            min_p=self.min_p[slots],
             logprobs=self.logprobs[slots],
+            adjustments=None
+            if self._adjuster is None
+            else self._adjuster.adjustments(slots, self.tokens, self.num_tokens, self.num_prompt),
+        )
+
+    def prompt_rows(self, slots: Ints, count: Ints, computed: Ints) -> PromptRows | None:
+        """Prompt tokens that are predicted by those that a step computes (``count`` of each slot after ``computed``),
+        where their log-probabilities are asked for. None if there are none."""
+        if not self._num_scoring:
+            return None
+        ends = np.minimum(computed + count, self.num_prompt[slots] - 1)
+        each = np.where(self.prompt_logprobs[slots] >= 0, np.maximum(ends - computed, 0), 0)
+        if not each.any():
+            return None
+        rows = np.repeat(np.arange(len(slots)), each)
+        within = np.arange(len(rows)) - (np.cumsum(each) - each)[rows]
+        positions = computed[rows].astype(np.int64) + within + 1
+        return PromptRows(
+            places=(np.cumsum(count) - count)[rows] + within,
+            slots=slots[rows],
+            positions=positions,
+            tokens=self.tokens[slots[rows], positions],
+            counts=self.prompt_logprobs[slots[rows]],
         )
 
     def _reserve(self, slot: int) -> None:
