@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import statistics
@@ -97,12 +98,13 @@ def measure(
     cell = load(server.url, streams, requests, 100 * turn + streams, args)
     name = server.name.rpartition("-tp")[0]
     found.setdefault(name, {}).setdefault(streams, []).append(cell)
-    values = ", ".join(f"{cell[metric]:.1f} {title}" for metric, (title, _) in METRICS.items())
+    values = ", ".join(f"{cell.get(metric, math.nan):.1f} {title}" for metric, (title, _) in METRICS.items())
     print(f"{server.name}, {streams} streams: {values}", file=sys.stderr, flush=True)
 
 
 def medians(cells: list[Cell]) -> dict[str, float]:
-    return {metric: statistics.median(cell[metric] for cell in cells) for metric in METRICS}
+    # An answer that came in one event has no gaps.
+    return {metric: statistics.median(cell.get(metric, math.nan) for cell in cells) for metric in METRICS}
 
 
 def table(results: dict[int, dict[str, dict[int, list[Cell]]]], args: argparse.Namespace) -> tuple[str, list[Cell]]:
@@ -158,9 +160,8 @@ def main() -> None:
     with ended_by_sigterm():
         results = {tp: compare(tp, args) for tp in args.tp}
     text, rows = table(results, args)
-    print(
-        f"\n{args.input_len} tokens in, {args.output_len} out, medians of {args.rounds}; ratio: drumline / vLLM\n\n{text}"
-    )
+    about = f"{args.input_len} tokens in, {args.output_len} out, medians of {args.rounds}"
+    print(f"\n{about}; ratio: drumline / vLLM\n\n{text}")
     if args.json:
         args.json.write_text(json.dumps({"rows": rows, "runs": results}, indent=1) + "\n")
     shutil.rmtree(work)
