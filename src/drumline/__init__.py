@@ -1,7 +1,8 @@
 """drumline runs one model on many worker processes as if it were one.
 
-``LLM`` runs a model offline. ``Executor`` and ``Worker`` are the execution layer alone, for any worker class. The
-public names are loaded when they are first used, so that importing drumline costs nothing.
+``LLM`` runs a model offline, ``AsyncLLM`` for an asyncio loop. ``Executor`` and ``Worker`` are the execution layer
+alone, for any worker class. The public names are loaded when they are first used, so that importing drumline costs
+nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
     from drumline.errors import DrumlineError as DrumlineError
     from drumline.executor import Executor as Executor
     from drumline.llm import LLM as LLM
+    from drumline.llm import AsyncLLM as AsyncLLM
+    from drumline.llm import BeamSearchParams as BeamSearchParams
+    from drumline.plan.sampling import RequestOutputKind as RequestOutputKind
     from drumline.plan.sampling import SamplingParams as SamplingParams
+    from drumline.text.results import CompletionOutput as CompletionOutput
+    from drumline.text.results import RequestOutput as RequestOutput
     from drumline.worker import Worker as Worker
     from drumline.worker import WorkerContext as WorkerContext
 
@@ -29,7 +35,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
     "CacheConfig",
+    "CompletionOutput",
     "ConfigError",
     "DrumlineError",
     "EngineConfig",
@@ -37,6 +46,8 @@ __all__ = [
     "ModelConfig",
     "ParallelConfig",
     "ProcessConfig",
+    "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "SchedulerConfig",
     "Worker",
@@ -47,7 +58,10 @@ __all__ = [
 
 _HOMES = {
     "LLM": "drumline.llm",
+    "AsyncLLM": "drumline.llm",
+    "BeamSearchParams": "drumline.llm",
     "CacheConfig": "drumline.config",
+    "CompletionOutput": "drumline.text.results",
     "ConfigError": "drumline.errors",
     "DrumlineError": "drumline.errors",
     "EngineConfig": "drumline.config",
@@ -55,6 +69,8 @@ _HOMES = {
     "ModelConfig": "drumline.config",
     "ParallelConfig": "drumline.config",
     "ProcessConfig": "drumline.config",
+    "RequestOutput": "drumline.text.results",
+    "RequestOutputKind": "drumline.plan.sampling",
     "SamplingParams": "drumline.plan.sampling",
     "SchedulerConfig": "drumline.config",
     "Worker": "drumline.worker",

@@ -6,6 +6,7 @@ The tree::
     +-- ConfigError (ValueError)            what was asked for cannot work
     |   +-- UnsupportedModelError           this model cannot be served or split
     +-- RequestError (ValueError)           one request is wrong; the engine is fine
+    +-- UnsupportedError (NotImplementedError)  a call that drumline does not have
     +-- TransportError
     |   +-- MessageTooLargeError (ValueError)
     |   +-- ChannelClosedError              the other side is gone or the channel was shut down
@@ -117,6 +118,10 @@ class RequestError(DrumlineError, ValueError):
         self.param = param
         self.code = code
         """Such as ``context_length_exceeded``, for programs."""
+
+
+class UnsupportedError(DrumlineError, NotImplementedError):
+    """A call that users of vLLM know and drumline does not have. The message says why and what to use."""
 
 
 class TransportError(DrumlineError):

@@ -11,3 +11,8 @@ class Extension:
 
     def fail(self) -> None:
         raise RuntimeError("no such luck")
+
+
+class Broken:
+    def load_model(self) -> None:
+        raise RuntimeError("broken weights")

@@ -157,7 +157,7 @@ def test_what_users_of_vllm_know(llm: LLM) -> None:
         ({"lora_request": object()}, "lora_request"),
         ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
         ({"tokenization_kwargs": {"truncation": True}}, "truncation"),
-        ({"priority": 3}, "priority"),
+        ({"priority": 3}, "scheduling_policy='priority'"),
     ):
         with pytest.raises(RequestError, match=name):
             llm.generate("fox", GREEDY, use_tqdm=False, **arguments)  # type: ignore[arg-type]
@@ -310,8 +310,8 @@ class FakeDtype:
 
 
 def test_what_cannot_work_starts_nothing(model_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not built yet: pipeline_parallel_size"):
-        LLM(model_path, pipeline_parallel_size=2, **SMALL)
+    with pytest.raises(ConfigError, match="not built yet: data_parallel_size"):
+        LLM(model_path, data_parallel_size=2, **SMALL)
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
         LLM(model_path, tensor_parallel_size=0, **SMALL)
     with pytest.raises(ConfigError, match="there is no such folder"):

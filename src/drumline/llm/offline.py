@@ -16,38 +16,40 @@ which aborts its requests and leaves the LLM usable).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import cloudpickle
 import msgspec
 
-from drumline.engine.checks import check_machine, check_model
 from drumline.engine.client import SyncEngineClient
 from drumline.engine.protocol import EngineStats, ProcessState
-from drumline.errors import FailedError, RequestError
-from drumline.llm.options import eos_token_ids, make_config, tokenizer_loader
+from drumline.errors import DrumlineError, FailedError, RequestError
+from drumline.llm.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, Search
+from drumline.llm.common import NO_LIMIT_S, Common, add_special_tokens, checked_config, pickled_call, refuse, with_model
+from drumline.llm.metrics import Metric, engine_metrics
+from drumline.llm.options import options_of, tokenizer_loader
 from drumline.llm.progress import Progress, ProgressBar, shown
-from drumline.model.resolve import resolve
 from drumline.plan.sampling import SamplingParams
-from drumline.platforms import device_table
-from drumline.text.chat import load_chat_template
-from drumline.text.requests import PreparedRequest, Prompt, RequestBuilder, split_prompts
+from drumline.text.requests import PreparedRequest, Prompt, split_prompts
 from drumline.text.results import OutputAssembler, RequestOutput
-from drumline.text.tokenizer import Tokenizer, read_sampling_defaults
-
-_LONG = 7 * 86400.0
-"""Seconds that stand for "no limit": the engine's death ends such a wait."""
 
 
-class LLM:
+class _Batch:
+    """Prompts that one call waits for."""
+
+    def __init__(self, assemblers: Sequence[OutputAssembler]) -> None:
+        self.assemblers = assemblers
+        self.left = len(assemblers)
+        self.failure: DrumlineError | None = None
+
+
+class LLM(Common):
     """A model and the processes that run it.
 
     Args:
@@ -84,43 +86,41 @@ class LLM:
         chat_template: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
-        config = make_config(
-            model=os.fspath(model),
-            tokenizer=None if tokenizer is None else os.fspath(tokenizer),
-            skip_tokenizer_init=skip_tokenizer_init,
-            tensor_parallel_size=tensor_parallel_size,
-            dtype=dtype,
-            seed=seed,
-            max_model_len=max_model_len,
-            chat_template=None if chat_template is None else os.fspath(chat_template),
-            **options,
-        )
-        config = check_machine(config, device_table(config.platform))
-        self.config = config = dataclasses.replace(config, model=resolve(config.model))
+        options |= {
+            "tokenizer": tokenizer,
+            "skip_tokenizer_init": skip_tokenizer_init,
+            "tensor_parallel_size": tensor_parallel_size,
+            "dtype": dtype,
+            "seed": seed,
+            "max_model_len": max_model_len,
+            "chat_template": chat_template,
+        }
+        self.config = config = with_model(checked_config(model, options))
         """The whole configuration, the model's local folder included."""
-        check_model(config)
         self._lock = threading.Lock()
         self._request_ids = itertools.count()
+        self._owners: dict[str, tuple[OutputAssembler, _Batch]] = {}
+        """Of every engine request that has not ended."""
+        self._enqueued: list[_Batch] = []
+        self._output_tokens = self._prompt_tokens = 0
         load = tokenizer_loader(config.model)
         client = self._client = SyncEngineClient(config)
-        self._finalizer = weakref.finalize(self, _end, client, os.getpid())
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _end, client, self._pid)
         try:
             # A large vocabulary takes seconds, as long as the processes take to start.
             with ThreadPoolExecutor(1, thread_name_prefix="drumline-tokenizer") as pool:
                 loading = pool.submit(load)
                 info = client.start()
-                self._tokenizer = loading.result()
+                self._set_up(info, loading.result())
         except BaseException:
             self._finalizer()
             raise
-        self._builder = RequestBuilder(
-            self._tokenizer,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            eos_token_ids=eos_token_ids(self._tokenizer, config.model.path),
-            sampling_defaults=read_sampling_defaults(config.model.path),
-            seed=config.model.seed,
-        )
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Any) -> LLM:
+        """An LLM with the options of a mapping, an ``EngineConfig``, or a dataclass such as vLLM's ``EngineArgs``."""
+        return cls(**options_of(engine_args))
 
     # -------------------------------------------------------------------------------------------------- generating
 
@@ -139,16 +139,46 @@ class LLM:
 
         A prompt is a text, a list of token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
         ``sampling_params`` is one for all or a list with one for each prompt; None: the model's defaults.
-        ``use_tqdm`` shows a progress bar; a callable makes one as ``tqdm`` does. ``priority`` other than 0 is
-        refused: requests are served in the order of arrival. ``tokenization_kwargs`` may have ``add_special_tokens``.
+        ``use_tqdm`` shows a progress bar; a callable makes one as ``tqdm`` does. ``priority``: one for all or a list,
+        lower ones are served first; needs ``scheduling_policy="priority"``. ``tokenization_kwargs`` may have
+        ``add_special_tokens``.
 
         Raises :class:`RequestError` before anything is computed if a prompt or a parameter is wrong, and
         :class:`EngineDeadError` if a process dies. ctrl-C aborts the requests; the LLM stays usable.
         """
-        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        special = _add_special_tokens(tokenization_kwargs, default=True)
-        given = split_prompts(prompts)
-        return self._run(self._prepare(given, sampling_params, priority, add_special_tokens=special), use_tqdm)
+        return self._run(
+            self._text_requests(
+                prompts, sampling_params, priority, lora_request, tokenization_kwargs, mm_processor_kwargs
+            ),
+            use_tqdm,
+        )
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool | ProgressBar = True,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
+    ) -> list[str]:
+        """Like :meth:`generate`, but returns the requests' ids at once; then call :meth:`wait_for_completion`."""
+        return self._enqueue(
+            self._text_requests(
+                prompts, sampling_params, priority, lora_request, tokenization_kwargs, mm_processor_kwargs
+            )
+        )
+
+    def wait_for_completion(
+        self, output_type: type[Any] | tuple[type[Any], ...] | None = None, *, use_tqdm: bool | ProgressBar = True
+    ) -> list[RequestOutput]:
+        """Outputs of all that was enqueued, in that order. ``output_type``: must be RequestOutput, if given."""
+        if output_type is not None and output_type is not RequestOutput and output_type != (RequestOutput,):
+            raise TypeError(f"all outputs are RequestOutput, so output_type cannot be {output_type!r}")
+        self._check_usable()
+        batches, self._enqueued = self._enqueued, []
+        return self._wait(batches, use_tqdm)
 
     def chat(
         self,
@@ -172,46 +202,134 @@ class LLM:
         template, such as ``enable_thinking``. ``continue_final_message`` goes on with the last message and needs
         ``add_generation_prompt=False``. The rest as in :meth:`generate`.
         """
-        if self._tokenizer is None:
-            raise RequestError("chat needs a tokenizer, which was not loaded (skip_tokenizer_init).", param="messages")
-        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        if chat_template_content_format not in ("auto", "string"):
-            raise RequestError(
-                f"chat_template_content_format {chat_template_content_format!r} is not supported: contents are given "
-                "to the template as text.",
-                param="chat_template_content_format",
-            )
-        template = None if chat_template is None else load_chat_template(os.fspath(chat_template))
-        texts: list[Prompt] = [
-            self._tokenizer.render_chat(
-                conversation,
-                tools=tools,
+        return self._run(
+            self._chat_requests(
+                messages,
+                sampling_params,
+                priority,
+                lora_request,
+                tokenization_kwargs,
+                mm_processor_kwargs,
+                chat_template=chat_template,
+                chat_template_content_format=chat_template_content_format,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                chat_template=template,
-                **dict(chat_template_kwargs or {}),
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            ),
+            use_tqdm,
+        )
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool | ProgressBar = True,
+        chat_template: str | os.PathLike[str] | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
+    ) -> list[str]:
+        """Like :meth:`chat`, but returns the requests' ids at once; then call :meth:`wait_for_completion`."""
+        return self._enqueue(
+            self._chat_requests(
+                messages,
+                sampling_params,
+                priority,
+                lora_request,
+                tokenization_kwargs,
+                mm_processor_kwargs,
+                chat_template=chat_template,
+                chat_template_content_format=chat_template_content_format,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
             )
-            for conversation in _conversations(messages)
-        ]
+        )
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool | ProgressBar = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The ``beam_width`` most likely outputs of each prompt, by beam search.
+
+        ``concurrency_limit``: prompts that are searched at once; None: all. The width is at most 10.
+        """
+        refuse(lora_request=lora_request)
+        most = self._builder.max_logprobs // 2
+        if params.beam_width > most:
+            raise RequestError(f"beam_width must be at most {most}, got {params.beam_width}.", param="beam_width")
+        eos, limit = self._builder.eos_token_ids, self._builder.max_model_len
+        prepared = self._prepare(split_prompts(prompts), SamplingParams(max_tokens=1), None)
+        searches = [Search(one.prompt_token_ids, params, eos, limit - len(one.prompt_token_ids)) for one in prepared]
+        step = concurrency_limit or max(len(searches), 1)
+        with shown(use_tqdm, len(searches), "Beam search") as progress:
+            for start in range(0, len(searches), step):
+                self._search(searches[start : start + step], params.beam_width, progress)
+        return [BeamSearchOutput(self._named(search, params.skip_special_tokens)) for search in searches]
+
+    def _search(self, searches: Sequence[Search], width: int, progress: Progress) -> None:
+        """Run these searches to their ends, a token of all beams at a time."""
+        ask = SamplingParams(temperature=0, max_tokens=1, logprobs=2 * width, ignore_eos=True, detokenize=False)
+        live = [search for search in searches if not search.over]
+        while live:
+            outputs = iter(self.generate([beam.tokens for one in live for beam in one.live], ask, use_tqdm=False))
+            for search in live:
+                rows = [output.outputs[0].logprobs for output in itertools.islice(outputs, len(search.live))]
+                search.take([dict(row[0]) if row else {} for row in rows])
+                progress.tokens(len(search.live))
+                if search.over:
+                    progress.one_done()
+            live = [search for search in live if not search.over]
+
+    def _named(self, search: Search, skip_special_tokens: bool) -> list[BeamSearchSequence]:
+        best = search.best()
+        for beam in best:
+            if self._tokenizer is not None:
+                beam.text = self._tokenizer.decode(beam.tokens[search.prompt_length :], skip_special_tokens)
+        return best
+
+    # ----------------------------------------------------------------------------------------------------- requests
+
+    def _text_requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+        lora_request: None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+        mm_processor_kwargs: None,
+    ) -> list[PreparedRequest]:
+        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        special = add_special_tokens(tokenization_kwargs, default=True)
+        return self._prepare(split_prompts(prompts), params, priority, add_special_tokens=special)
+
+    def _chat_requests(
+        self,
+        messages: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None,
+        lora_request: None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+        mm_processor_kwargs: None,
+        **template: Any,
+    ) -> list[PreparedRequest]:
+        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         # The template has written the special tokens already.
-        special = _add_special_tokens(tokenization_kwargs, default=False)
-        prepared = self._prepare(texts, sampling_params, priority, add_special_tokens=special)
-        return self._run(prepared, use_tqdm)
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What ``sampling_params=None`` means: the defaults of the model's generation_config.json."""
-        return self._builder.default_params()
-
-    def get_world_size(self, include_dp: bool = True) -> int:
-        """Number of workers, those of all data-parallel engines unless told otherwise."""
-        parallel = self.config.parallel
-        return parallel.world_size * (parallel.data_parallel_size if include_dp else 1)
-
-    def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer. RuntimeError with ``skip_tokenizer_init``."""
-        if self._tokenizer is None:
-            raise RuntimeError("the tokenizer was not loaded (skip_tokenizer_init)")
-        return self._tokenizer
+        special = add_special_tokens(tokenization_kwargs, default=False)
+        texts = self._render(_conversations(messages), **template)
+        return self._prepare(texts, params, priority, add_special_tokens=special)
 
     def _prepare(
         self,
@@ -223,6 +341,8 @@ class LLM:
     ) -> list[PreparedRequest]:
         each = _one_for_each("sampling_params", params, len(prompts), SamplingParams)
         priorities = _one_for_each("priority", 0 if priority is None else priority, len(prompts), int)
+        for level in priorities:
+            self._check_priority(level)
         return [
             self._builder.prepare(
                 str(next(self._request_ids)), prompt, one, add_special_tokens=add_special_tokens, priority=level
@@ -230,44 +350,91 @@ class LLM:
             for prompt, one, level in zip(prompts, each, priorities, strict=True)
         ]
 
-    def _run(self, prepared: Sequence[PreparedRequest], use_tqdm: bool | ProgressBar) -> list[RequestOutput]:
-        """Send everything, and take in outputs until all have ended."""
-        self._check_usable()
-        assemblers = [OutputAssembler(self._tokenizer, request) for request in prepared]
-        owner = {
-            child.request_id: assembler
-            for request, assembler in zip(prepared, assemblers, strict=True)
-            for child in request.children
-        }
-        # One call at a time: poll() gives outputs to whoever asks.
-        with self._lock, shown(use_tqdm, len(prepared)) as progress:
-            try:
-                for request in prepared:
-                    for child in request.children:
-                        self._client.add(child)
-                self._take_in(owner, len(prepared), progress)
-            except BaseException:
-                self._abort(assemblers)
-                raise
-        return [assembler.result() for assembler in assemblers]
+    # ------------------------------------------------------------------------------------------------------ running
 
-    def _take_in(self, owner: Mapping[str, OutputAssembler], left: int, progress: Progress) -> None:
-        while left:
-            for output in self._client.poll():
-                assembler = owner.get(output.request_id)  # None: of requests that were aborted
-                new = None if assembler is None else assembler.push(output)
-                if assembler is None or new is None:
-                    continue
-                progress.tokens(len(new.token_ids))
-                if aborts := assembler.take_aborts():
-                    self._client.abort(aborts)
-                if assembler.finished:
-                    left -= 1
+    def _run(self, prepared: Sequence[PreparedRequest], use_tqdm: bool | ProgressBar) -> list[RequestOutput]:
+        self._check_usable()
+        # One call at a time: poll() gives outputs to whoever asks.
+        with self._lock:
+            batch = self._batch(prepared)
+            try:
+                self._send(prepared)
+                return self._wait_locked([batch], use_tqdm)
+            except BaseException:
+                self._drop([batch])
+                raise
+
+    def _enqueue(self, prepared: Sequence[PreparedRequest]) -> list[str]:
+        self._check_usable()
+        self._enqueued.append(self._batch(prepared))
+        self._send(prepared)
+        return [request.request_id for request in prepared]
+
+    def _batch(self, prepared: Sequence[PreparedRequest]) -> _Batch:
+        batch = _Batch([OutputAssembler(self._tokenizer, request) for request in prepared])
+        for request, assembler in zip(prepared, batch.assemblers, strict=True):
+            self._prompt_tokens += len(request.prompt_token_ids)
+            for child in request.children:
+                self._owners[child.request_id] = assembler, batch
+        return batch
+
+    def _send(self, prepared: Sequence[PreparedRequest]) -> None:
+        for request in prepared:
+            for child in request.children:
+                self._client.add(child)
+
+    def _wait(self, batches: Sequence[_Batch], use_tqdm: bool | ProgressBar) -> list[RequestOutput]:
+        with self._lock:
+            try:
+                return self._wait_locked(batches, use_tqdm)
+            except BaseException:
+                self._drop(batches)
+                raise
+
+    def _wait_locked(self, batches: Sequence[_Batch], use_tqdm: bool | ProgressBar) -> list[RequestOutput]:
+        """Take in outputs until all of these have ended."""
+        with shown(use_tqdm, sum(len(batch.assemblers) for batch in batches)) as progress:
+            for _ in range(sum(len(batch.assemblers) - batch.left for batch in batches)):
+                progress.one_done()
+            for batch in batches:
+                while batch.left:
+                    self._take_in(batches, progress)
+                if batch.failure is not None:
+                    raise batch.failure
+        return [assembler.result() for batch in batches for assembler in batch.assemblers]
+
+    def _take_in(self, batches: Sequence[_Batch], progress: Progress) -> None:
+        for output in self._client.poll():
+            owner = self._owners.get(output.request_id)
+            if owner is None:  # of requests that were aborted
+                continue
+            assembler, batch = owner
+            if output.finish_reason is not None:
+                del self._owners[output.request_id]
+            try:
+                new = assembler.push(output)
+            except DrumlineError as error:
+                batch.failure, batch.left = error, 0
+                self._drop([batch])
+                continue
+            if new is None:
+                continue
+            self._output_tokens += len(new.token_ids)
+            progress.tokens(len(new.token_ids))
+            if aborts := assembler.take_aborts():
+                for name in aborts:
+                    self._owners.pop(name, None)
+                self._client.abort(aborts)
+            if assembler.finished:
+                batch.left -= 1
+                if batch in batches:
                     progress.one_done()
 
-    def _abort(self, assemblers: Sequence[OutputAssembler]) -> None:
+    def _drop(self, batches: Iterable[_Batch]) -> None:
         """End what still runs; whoever calls this raises already what matters."""
-        running = [request_id for assembler in assemblers for request_id in assembler.running]
+        running = [name for batch in batches for assembler in batch.assemblers for name in assembler.running]
+        for name in running:
+            self._owners.pop(name, None)
         with contextlib.suppress(Exception):
             self._client.abort(running)
 
@@ -287,15 +454,30 @@ class LLM:
         :class:`RPCTimeoutError` after ``timeout`` seconds.
         """
         self._check_usable()
-        call = cloudpickle.dumps((method, tuple(args), dict(kwargs or {})), protocol=5)
-        answers = self._client.call("pickled_rpc", call, timeout=_LONG if timeout is None else timeout)
-        return list(pickle.loads(answers))
+        limit = NO_LIMIT_S if timeout is None else timeout
+        return list(pickle.loads(self._client.call("pickled_rpc", pickled_call(method, args, kwargs), timeout=limit)))
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget the KV of all prompts so far, as after a change of weights. True: it cannot fail."""
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Call a function with the model (torch's module) of every worker; answers in rank order.
+
+        Each worker has its own part of the weights. Answers travel pickled: give back numbers, not parameters.
+        """
+        return self.collective_rpc("apply_model", args=(func,))
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Forget the KV of all prompts so far, as after a change of weights. True: it cannot fail.
+
+        What still runs keeps its own KV: ``reset_running_requests`` is refused.
+        """
+        refuse(reset_running_requests=reset_running_requests, reset_connector=reset_connector)
         self._check_usable()
         self._client.call("reset_prefix_cache")
         return True
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters and gauges under the names that vLLM gives them (``vllm:num_requests_running`` ...)."""
+        name = (self.config.model.served_model_name or (self.config.model.model or self.config.model.path,))[0]
+        return engine_metrics(self.stats(), name, prompt_tokens=self._prompt_tokens, output_tokens=self._output_tokens)
 
     def stats(self) -> EngineStats:
         """State of the scheduler: running and waiting requests, KV blocks, prefix hits ...
@@ -337,26 +519,7 @@ class LLM:
     def _check_usable(self) -> None:
         if not self._finalizer.alive:
             raise RuntimeError("this LLM is closed")
-        if self._finalizer.peek()[2][1] != os.getpid():  # type: ignore[index]
-            raise RuntimeError("this LLM belongs to the process that made it, and this one was forked from it")
-
-
-def _refuse(**given: Any) -> None:
-    """RequestError for arguments that vLLM's users know and nothing here can do."""
-    for name, value in given.items():
-        if value:
-            raise RequestError(f"{name} is not supported.", param=name)
-
-
-def _add_special_tokens(given: Mapping[str, Any] | None, *, default: bool) -> bool:
-    options = dict(given or {})
-    value = options.pop("add_special_tokens", default)
-    if options:
-        raise RequestError(
-            f"tokenization_kwargs can have add_special_tokens, but not {', '.join(map(str, options))}.",
-            param="tokenization_kwargs",
-        )
-    return bool(value)
+        self._check_process()
 
 
 def _end(client: SyncEngineClient, pid: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
-from pathlib import Path
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from drumline.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, ProcessConfig, SchedulerConfig
@@ -46,13 +46,28 @@ _VLLM: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "limit_mm_per_prompt": ({},),
     "speculative_config": (),
-    "scheduling_policy": ("fcfs",),
     "attention_backend": (),
     "hf_token": (),
+    "allowed_local_media_path": ("",),
+    "allowed_media_domains": ([],),
+    "offload_group_size": (0,),
+    "offload_num_in_group": (1,),
+    "offload_prefetch_step": (1,),
+    "offload_params": (set(),),
+    "enable_return_routed_experts": (False,),
+    "return_sampling_mask": (False,),
+    "mm_processor_kwargs": ({},),
+    "pooler_config": (),
+    "structured_outputs_config": ({},),
+    "profiler_config": ({},),
+    "attention_config": ({},),
+    "quantization_config": ({},),
+    "spec_method": (),
+    "spec_model": (),
+    "spec_tokens": (0,),
 }
 """Options of vLLM's LLM that nothing here has yet, with values that ask for nothing (None always does)."""
 _NOT_BUILT = (
-    "pipeline_parallel_size",
     "prefill_context_parallel_size",
     "decode_context_parallel_size",
     "data_parallel_size",
@@ -72,7 +87,7 @@ def make_config(**options: Any) -> EngineConfig:
                 raise ConfigError(f"{name}={value!r} is not built yet; leave it out")
             continue
         if name not in _FIELDS:
-            near = difflib.get_close_matches(name, [*_FIELDS, "platform"], n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name, [*_FIELDS, "platform", *_VLLM], n=1, cutoff=0.5)
             hint = f". Did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"LLM() got an unexpected keyword argument {name!r}{hint}")
         section, default = _FIELDS[name]
@@ -80,7 +95,10 @@ def make_config(**options: Any) -> EngineConfig:
             given[section][name] = _adapted(name, value)
     asked = [name for name in _NOT_BUILT if options.get(name) not in (None, _FIELDS[name][1])]
     if asked:
-        raise ConfigError(f"not built yet: {', '.join(asked)}. Today one machine runs tensor_parallel_size=N.")
+        raise ConfigError(
+            f"not built yet: {', '.join(asked)}. Today one machine runs tensor_parallel_size=N and "
+            "pipeline_parallel_size=M."
+        )
     made = {section: kind(**given[section]) for section, kind in _SECTIONS.items()}
     return EngineConfig(platform=platform, **made)
 
@@ -89,7 +107,35 @@ def _adapted(name: str, value: Any) -> Any:
     """``value`` in the form that the configuration has: names as tuples, paths as texts."""
     if name in ("served_model_name", "preload"):
         return (value,) if isinstance(value, str) else tuple(value)
-    return str(value) if isinstance(value, Path) else value
+    if name == "pp_layer_partition":
+        return tuple(int(count) for count in (value.split(",") if isinstance(value, str) else value))
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def options_of(engine_args: Any) -> dict[str, Any]:
+    """What somebody's engine arguments ask for: a mapping, or a dataclass such as vLLM's ``EngineArgs``.
+
+    Of a dataclass only fields that differ from their defaults count: its author knows more options than this program.
+    An ``EngineConfig`` gives all its sections' options that differ.
+    """
+    if isinstance(engine_args, Mapping):
+        return dict(engine_args)
+    if not dataclasses.is_dataclass(engine_args) or isinstance(engine_args, type):
+        raise TypeError(f"engine arguments must be a mapping or a dataclass, got {type(engine_args).__name__}")
+    if isinstance(engine_args, EngineConfig):
+        found = {"platform": engine_args.platform}
+        for section in _SECTIONS:
+            found |= options_of(getattr(engine_args, section))
+        found.pop("path", None)
+        return found
+    found = {}
+    for field in dataclasses.fields(engine_args):
+        made = field.default_factory
+        default = made() if made is not dataclasses.MISSING else field.default
+        value = getattr(engine_args, field.name)
+        if value is not default and value != default:
+            found[field.name] = value
+    return found
 
 
 def tokenizer_loader(config: ModelConfig) -> Callable[[], Tokenizer | None]:

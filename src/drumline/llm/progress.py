@@ -62,19 +62,19 @@ class _RichBar(Progress):
 
 
 @contextlib.contextmanager
-def shown(use_tqdm: bool | ProgressBar, total: int) -> Iterator[Progress]:
+def shown(use_tqdm: bool | ProgressBar, total: int, what: str = "Processed prompts") -> Iterator[Progress]:
     """A bar of ``total`` prompts: none, drumline's, or one that the caller's function makes."""
     if not use_tqdm or not total:
         yield Progress()
     elif callable(use_tqdm):
-        bar = use_tqdm(total=total, desc="Processed prompts", dynamic_ncols=True)
+        bar = use_tqdm(total=total, desc=what, dynamic_ncols=True)
         try:
             yield _CallersBar(bar)
         finally:
             bar.close()
     else:
         with console_shown() as console, _rich_bar(console) as drawn:
-            yield _RichBar(drawn, drawn.add_task("Processed prompts", total=total, rate=""))
+            yield _RichBar(drawn, drawn.add_task(what, total=total, rate=""))
 
 
 def _rich_bar(file: TextIO) -> Any:
