@@ -188,9 +188,10 @@ def _rank(channel: socket.socket, config: EngineConfig, rank: int, init_method: 
 
 
 def parameter_bytes(worker: Any) -> int:
-    """Bytes of all parameters of a rank, shared ones once."""
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in worker.model.parameters()}
-    return sum(storages.values())
+    """Bytes of all parameters of a rank, shared ones once. The lean forward has taken the matrices over."""
+    parameters = [parameter for parameter in worker.model.parameters() if not parameter.is_meta]
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
+    return sum(storages.values()) + int(worker.runner.forward.nbytes)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class ModelRunner:
         max_num_seqs: int = 64,
         stage: Stage | None = None,
     ) -> None:
-        self._compute = forward
+        self.forward = forward
         self._stage = stage or Stage()
         self._sampler = sampler
         self._num_kv_heads = num_kv_heads
@@ -109,7 +109,7 @@ class ModelRunner:
         positions = torch.arange(num_tokens, device=self._device)
         last = torch.tensor([num_tokens - 1], device=self._device)
         inputs = self._stage.receive(ids)
-        computed = self._compute(inputs, positions, dummy_batch(num_tokens, self._dtype, self._device), last)
+        computed = self.forward(inputs, positions, dummy_batch(num_tokens, self._dtype, self._device), last)
         if not self._stage.samples:
             self._stage.pass_on(computed)
 
@@ -142,7 +142,7 @@ class ModelRunner:
             keep = (starts + count - 1)[chosen]
             last = self._tensor(keep if prompt is None else np.concatenate([keep, prompt.places]))
             inputs = self._stage.receive(self._tensor(ids))
-            computed_here = self._compute(inputs, self._tensor(positions), batch, last)
+            computed_here = self.forward(inputs, self._tensor(positions), batch, last)
             if self._stage.samples:
                 logits = computed_here
             else:

@@ -10,7 +10,7 @@ import torch
 from drumline.errors import ConfigError
 from drumline.model import spec as specs
 from drumline.model.attention import KVCache
-from drumline.model.forward import ModuleForward
+from drumline.model.lean import make_forward
 from drumline.model.loader import load_model
 from drumline.model.pipeline import make_stage
 from drumline.model.runner import ModelRunner
@@ -102,7 +102,7 @@ class ModelWorker:
         )
         sampler = Sampler(vocab_shards(self.spec.vocab_size, group.size), group, wants_logprobs=self._is_output_rank)
         self._runner = ModelRunner(
-            ModuleForward(self.model),
+            make_forward(self.model, self.max_model_len),
             sampler,
             num_kv_heads=self.spec.heads(group.size)[group.rank_in_group].kv.size,
             max_model_len=self.max_model_len,
