@@ -10,7 +10,7 @@ import hashlib
 import threading
 from dataclasses import dataclass, field
 
-from drumline.plan.step import BY_VALUE, SlotStart, StepOutput, StepPlan, TokenLogprobs, ints, pack
+from drumline.plan.step import BY_VALUE, PromptLogprobs, SlotStart, StepOutput, StepPlan, TokenLogprobs, ints, pack
 from drumline.worker.protocol import WorkerContext
 
 Cell = tuple[int, int]
@@ -71,7 +71,23 @@ class SimulatedWorker:
             TokenLogprobs(-float(token), 1) if self.slots[slot].start.sampling.logprobs >= 0 else None
             for slot, token in zip(sampling, tokens, strict=True)
         ]
-        return StepOutput(plan.step, pack(sampling), pack(tokens), logprobs if any(logprobs) else [])
+        prompts = [self._score(self.slots[slot], slot, count, computed) for slot, count, computed, _, _ in rows]
+        return StepOutput(
+            plan.step,
+            pack(sampling),
+            pack(tokens),
+            logprobs if any(logprobs) else [],
+            [entry for entry in prompts if entry.rows],
+        )
+
+    @staticmethod
+    def _score(slot: Slot, number: int, count: int, computed: int) -> PromptLogprobs:
+        """Of the prompt's tokens behind those computed now: minus position and token."""
+        start = slot.start
+        ends = min(computed + count, start.num_prompt - 1) if start.sampling.prompt_logprobs >= 0 else 0
+        positions = range(computed + 1, ends + 1)
+        rows = [TokenLogprobs(-float(position), slot.tokens[position]) for position in positions]
+        return PromptLogprobs(number, computed + 1, rows)
 
     def _apply_changes(self, plan: StepPlan) -> None:
         for slot in ints(plan.freed).tolist():

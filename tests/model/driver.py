@@ -21,6 +21,8 @@ class Running:
     max_tokens: int
     outputs: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    """With their positions, in the order in which they came."""
     slot: int = -1
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -74,6 +76,8 @@ class Driver:
         output = self.execute(plan)
         assert output.step == plan.step
         by_slot = {request.slot: request for request in self.running}
+        for entry in output.prompt_logprobs:
+            by_slot[entry.slot].prompt_logprobs += enumerate(entry.rows, start=entry.first)
         expected = [slot for slot, sample in zip(ints(plan.slots), ints(plan.sample), strict=True) if sample]
         assert ints(output.slots).tolist() == expected
         for row, (slot, token) in enumerate(zip(ints(output.slots), ints(output.tokens), strict=True)):

@@ -16,6 +16,7 @@ import torch
 
 from drumline.plan.sampling import SlotSampling
 from tests.model import rule
+from tests.model.driver import Running
 
 TIE = 1e-4
 """Of the standard deviation of the logits over the vocabulary."""
@@ -86,3 +87,23 @@ def compare_sampled(
             outcome = "excused" if on_edge or gap < limit else "different"
             return Comparison(outcome, position, f"got {token}, not {best}; gap {gap:.3g}, limit {limit:.3g}")
     return Comparison("equal")
+
+
+def check_prompt_logprobs(model: Any, request: Running) -> None:
+    """Those that came, some of them several times after preemptions, are those of a transformers model."""
+    top = request.sampling.prompt_logprobs
+    assert {position for position, _ in request.prompt_logprobs} == set(
+        range(1, len(request.prompt) if top >= 0 else 1)
+    )
+    expected = reference_logits(model, request.prompt[:1], request.prompt[1:]).log_softmax(dim=1)
+    for position, entry in request.prompt_logprobs:
+        row = expected[position - 1]
+        value = float(row[request.prompt[position]])
+        assert abs(entry.logprob - value) < 1e-4, (position, entry, value)
+        assert int((row > value + 1e-5).sum()) < entry.rank <= int((row >= value - 1e-5).sum())
+        best = row.topk(top)
+        assert len(entry.top_ids) == top
+        assert all(
+            abs(float(row[token]) - float(want)) < 1e-4 for token, want in zip(entry.top_ids, best.values, strict=True)
+        )
+        assert all(abs(got - float(want)) < 1e-4 for got, want in zip(entry.top_logprobs, best.values, strict=True))

@@ -12,7 +12,7 @@ from drumline.plan.sampling import SlotSampling
 from drumline.plan.step import StepOutput, StepPlan
 from tests.model.conftest import engine_config
 from tests.model.driver import Driver, Running, prompts
-from tests.model.equality import Tally, compare_greedy, compare_sampled
+from tests.model.equality import Tally, check_prompt_logprobs, compare_sampled
 from tests.model.ranks import RankHost
 
 Tiny = Callable[[str], tuple[Path, Any]]
@@ -23,6 +23,20 @@ SAMPLINGS = [
     SlotSampling(temperature=0.7, top_p=0.8, seed=12),
     SlotSampling(temperature=1.2, top_k=7, seed=13, logprobs=2),
     SlotSampling(logprobs=0),
+    SlotSampling(repetition_penalty=1.5, presence_penalty=0.5, prompt_logprobs=2),
+    SlotSampling(
+        temperature=1.3,
+        seed=14,
+        min_p=0.01,
+        top_p=0.9,
+        frequency_penalty=-1.0,
+        bias_ids=(3, 200),
+        bias_values=(2.0, 5.0),
+        bad_words=((200, 3), (7,)),
+        min_tokens=3,
+        end_ids=(3, 100, 250),
+    ),
+    SlotSampling(temperature=0.9, seed=15, allowed_ids=tuple(range(0, 250, 3)), repetition_penalty=0.7),
 ]
 
 
@@ -32,24 +46,23 @@ def run(host: RankHost, tp: int, vocab_size: int) -> list[Running]:
         assert len(outputs) == tp
         assert all(output.tokens == outputs[0].tokens for output in outputs)
         assert all(not output.logprobs for output in outputs[1:])
+        assert all(not entry.rows for output in outputs[1:] for entry in output.prompt_logprobs)
         return outputs[0]
 
     driver = Driver(execute, max_chunk=11, seed=tp)
-    requests = [driver.add(p, s, 8) for p, s in zip(prompts(5, vocab_size, 25), SAMPLINGS, strict=True)]
+    requests = [driver.add(p, s, 8) for p, s in zip(prompts(len(SAMPLINGS), vocab_size, 25), SAMPLINGS, strict=True)]
     for _ in range(4):
         driver.step()
     driver.preempt(requests[1])
+    driver.preempt(requests[6])
     driver.run()
     return requests
 
 
 def check(model: Any, requests: list[Running], tally: Tally) -> None:
     for request in requests:
-        sampling = request.sampling
-        if sampling.temperature:
-            tally.add(compare_sampled(model, request.prompt, request.outputs, sampling), sampling)
-        else:
-            tally.add(compare_greedy(model, request.prompt, request.outputs), sampling)
+        tally.add(compare_sampled(model, request.prompt, request.outputs, request.sampling), request.sampling)
+        check_prompt_logprobs(model, request)
 
 
 CASES = [("llama", 2), ("llama", 3), ("llama", 5), ("llama-tied", 2), ("llama-tied", 5), ("qwen2", 2), ("qwen2", 3)]
