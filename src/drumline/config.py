@@ -368,8 +368,8 @@ class SchedulerConfig:
     """Most tokens in one step; longer prompts are split into chunks."""
     enable_chunked_prefill: bool = True
     max_num_prefill_tokens: int | None = None
-    """Most prompt tokens in a step, unless it has one prompt alone; 0: no limit; None: 256 on cpu, where more would hold
-    up running streams for long, and no limit elsewhere."""
+    """Most prompt tokens in a step, unless it has one prompt alone; 0: no limit; None: 256 on cpu, where more would
+    hold up running streams for long, and no limit elsewhere."""
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in a step while there are other requests; 0: no limit."""
     scheduling_policy: str = "fcfs"

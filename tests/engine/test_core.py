@@ -19,8 +19,8 @@ from drumline.errors import ExecutorFailedError, RemoteCallError
 from drumline.executor.uni import UniExecutor
 from drumline.transport import Waiter
 
+from .rig import expected, request
 from .simulated import SimulatedModelWorker
-from .test_scheduler import expected, request
 
 
 class MemoryChannel:

@@ -1,137 +1,12 @@
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from drumline.engine.blocks import BlockPool
-from drumline.engine.protocol import EngineRequest, RequestOutput
-from drumline.engine.scheduler import Limits, Scheduler
+from drumline.engine.protocol import EngineRequest
 from drumline.errors import RequestError
-from drumline.plan.sampling import SamplingParams
-from drumline.plan.step import StepOutput, StepPlan, ints, pack
+from drumline.plan.step import StepOutput, ints, pack
 
-from .simulated import SimulatedWorker, next_token
-
-VOCAB = 11
-
-
-@dataclass
-class Rig:
-    """Scheduler and simulated worker; ``depth`` plans may be issued before the first one's output is looked at."""
-
-    num_blocks: int = 64
-    block_size: int = 4
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 64
-    max_model_len: int = 128
-    chunked: bool = True
-    caching: bool = True
-    depth: int = 1
-    micro_batches: int = 1
-    got: dict[str, list[int]] = field(default_factory=dict)
-    ended: dict[str, RequestOutput] = field(default_factory=dict)
-    flight: deque[StepOutput] = field(default_factory=deque)
-    plans: list[StepPlan] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.pool = BlockPool(self.num_blocks, self.block_size, enable_prefix_caching=self.caching)
-        self.scheduler = Scheduler(
-            Limits(
-                max_num_seqs=self.max_num_seqs,
-                max_num_batched_tokens=self.max_num_batched_tokens,
-                max_model_len=self.max_model_len,
-                enable_chunked_prefill=self.chunked,
-                vocab_size=VOCAB,
-                num_micro_batches=self.micro_batches,
-            ),
-            self.pool,
-        )
-        self.worker = SimulatedWorker(
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            vocab_size=VOCAB,
-        )
-
-    def issue(self) -> bool:
-        if len(self.flight) >= self.depth or (plan := self.scheduler.schedule()) is None:
-            return False
-        self.plans.append(plan)
-        unknown = {output.step for output in self.flight}
-        for source in ints(plan.token_source).tolist():
-            assert source not in unknown or source <= plan.step - self.micro_batches, "the first stage would wait"
-        self.flight.append(self.worker.execute(plan))
-        self.scheduler.check()
-        return True
-
-    def answer(self) -> None:
-        for output in self.scheduler.update(self.flight.popleft()):
-            assert output.request_id not in self.ended, "nothing comes after the end"
-            tokens = self.got.setdefault(output.request_id, [])
-            assert output.first_index == len(tokens)
-            tokens += output.token_ids
-            if output.finish_reason:
-                self.ended[output.request_id] = output
-        self.scheduler.check()
-
-    def turn(self) -> bool:
-        """What the core does in one turn. False if there is nothing left to do."""
-        issued = self.issue()
-        if self.flight and (not issued or len(self.flight) >= self.depth):
-            self.answer()
-            return True
-        return issued
-
-    def run(self, *requests: EngineRequest, turns: int = 10_000) -> None:
-        for added in requests:
-            self.scheduler.add(added)
-        for _ in range(turns):
-            if not self.turn():
-                break
-        else:
-            raise AssertionError("it does not end")
-        assert not self.scheduler.has_requests
-        assert self.pool.num_free == self.num_blocks
-
-
-def request(
-    name: str, prompt: list[int], max_tokens: int = 8, *, eos: tuple[int, ...] = (), salt: str = "", **sampling: object
-) -> EngineRequest:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)  # type: ignore[arg-type]
-    return EngineRequest(
-        request_id=name,
-        prompt_token_ids=prompt,
-        sampling=params,
-        seed=sum(prompt) % 3,
-        eos_token_ids=list(eos),
-        cache_salt=salt,
-    )
-
-
-def expected(req: EngineRequest, max_model_len: int) -> tuple[list[int], str]:
-    """What the simulated model gives this request, alone."""
-    history = list(req.prompt_token_ids)
-    stop = set(req.sampling.stop_token_ids or ()) | (set() if req.sampling.ignore_eos else set(req.eos_token_ids))
-    while True:
-        history.append(next_token(req.seed, history, VOCAB))
-        outputs = history[len(req.prompt_token_ids) :]
-        if outputs[-1] in stop:
-            return outputs, "stop"
-        if len(outputs) == req.sampling.max_tokens or len(history) == max_model_len:
-            return outputs, "length"
-
-
-def check_all(rig: Rig, requests: list[EngineRequest]) -> None:
-    for req in requests:
-        tokens, reason = expected(req, rig.max_model_len)
-        assert rig.got[req.request_id] == tokens
-        assert rig.ended[req.request_id].finish_reason == reason
+from .rig import Rig, check_all, expected, request
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -361,81 +236,140 @@ def test_answers_that_come_early_starve_nobody():
     assert max(ends) - min(ends) <= 2  # two that are left are one micro-batch each
 
 
-# random lives
-
-prompts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
+# prompts beside streams
 
 
-@st.composite
-def arrivals(draw: st.DrawFn) -> list[tuple[int, EngineRequest, int | None]]:
-    """(turn, request, turns until it is aborted or None)."""
-    found = []
-    for number in range(draw(st.integers(1, 10))):
-        req = request(
-            str(number),
-            draw(prompts),
-            draw(st.integers(1, 16)),
-            eos=(0,) if draw(st.booleans()) else (),
-            salt=draw(st.sampled_from(["", "", "x"])),
-            stop_token_ids=draw(st.sampled_from([None, [1]])),
-        )
-        found.append((draw(st.integers(0, 20)), req, draw(st.none() | st.none() | st.integers(0, 12))))
-    return found
+def test_prompts_that_arrive_at_once_are_finished_one_after_another():
+    rig = Rig(max_num_prefill_tokens=8)
+    rig.run(*(request(str(i), [i + 1] * 6, 20) for i in range(4)))
+    assert [ints(plan.num_tokens).tolist() for plan in rig.plans[:4]] == [[6, 2], [1, 4, 4], [1, 1, 2, 6], [1] * 4]
 
 
-@st.composite
-def rigs(draw: st.DrawFn) -> Callable[[int, int], Rig]:
-    block_size = draw(st.integers(1, 5))
-    max_model_len = draw(st.integers(25, 41))
-    least = -(-(max_model_len - 1) // block_size)
-    settings_ = {
-        "block_size": block_size,
-        "max_model_len": max_model_len,
-        "num_blocks": least + draw(st.integers(0, 12)),
-        "max_num_seqs": draw(st.integers(1, 6)),
-        "chunked": draw(st.booleans()),
-        "caching": draw(st.booleans()),
-        "max_num_batched_tokens": draw(st.integers(1, 30)),
-    }
-    if not settings_["chunked"]:
-        settings_["max_num_batched_tokens"] += max_model_len
-    return lambda depth, micro_batches: Rig(depth=depth, micro_batches=micro_batches, **settings_)  # type: ignore[arg-type]
+def test_a_prompt_alone_in_its_step_may_have_all_of_it():
+    rig = Rig(max_num_prefill_tokens=8)
+    rig.scheduler.add(request("a", [1] * 30, 20))
+    rig.turn()
+    rig.scheduler.add(request("b", [2] * 30, 20))
+    rig.run()
+    assert [ints(plan.num_tokens).tolist() for plan in rig.plans[:5]] == [[30], [1, 8], [1, 8], [1, 8], [1, 6]]
 
 
-def live(rig: Rig, plan: list[tuple[int, EngineRequest, int | None]]) -> None:
-    """Let requests come and be aborted at their turns, until nothing is left."""
-    adds = {turn: [r for t, r, _ in plan if t == turn] for turn, _, _ in plan}
-    aborts: dict[int, list[str]] = {}
-    for turn, req, after in plan:
-        if after is not None:
-            aborts.setdefault(turn + after, []).append(req.request_id)
-    last = max([*adds, *aborts])
-    for turn in range(5_000):
-        for req in adds.get(turn, ()):
-            rig.scheduler.add(req)
-        rig.scheduler.abort(aborts.get(turn, ()))
-        rig.scheduler.check()
-        if not rig.turn() and turn > last:
-            return
-    raise AssertionError("it does not end")
+def test_one_long_prompt_leaves_room_for_a_short_one():
+    rig = Rig(long_prefill_token_threshold=10)
+    rig.scheduler.add(request("long", [1] * 30, 20))
+    rig.scheduler.add(request("short", [2] * 5, 20))
+    rig.run()
+    assert [ints(plan.num_tokens).tolist() for plan in rig.plans[:3]] == [[10, 5], [1, 10], [1, 10]]
 
 
-@settings(max_examples=60, deadline=None)
-@given(rigs(), arrivals())
-def test_any_life_gives_everyone_what_it_gets_alone(make: Callable[[int, int], Rig], plan: list):
-    for depth, micro_batches in ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (3, 2), (4, 3)):
-        rig = make(depth, micro_batches)
-        live(rig, plan)
-        aborted = {req.request_id for _, req, after in plan if after is not None}
-        for _, req, _ in plan:
-            tokens, reason = expected(req, rig.max_model_len)
-            got = rig.got.get(req.request_id, [])
-            if req.request_id in aborted and req.request_id not in rig.ended:
-                assert got == tokens[: len(got)]
-            else:
-                assert got == tokens
-                assert rig.ended[req.request_id].finish_reason == reason
-        assert not rig.scheduler.has_requests
-        assert rig.pool.num_free == rig.num_blocks
-        if not rig.caching:
-            assert rig.scheduler.stats().prefix_hits == 0
+# priorities
+
+
+def priority_rig(**limits: int) -> Rig:
+    return Rig(policy="priority", caching=False, **limits)
+
+
+def order_of(rig: Rig) -> str:
+    """Names in the order of their (last) start."""
+    starts = [start.request_id for plan in rig.plans for start in plan.starts]
+    return "".join(sorted(set(starts), key=lambda name: len(starts) - starts[::-1].index(name)))
+
+
+def test_lower_priority_comes_first_then_arrival():
+    rig = priority_rig(max_num_seqs=1)
+    rig.run(
+        *(request(name, [1], 2, priority=level) for name, level in zip("abcdef", (3, 0, -1, 3, 0, -1), strict=True))
+    )
+    assert order_of(rig) == "cfbead"
+
+
+def test_without_the_policy_priorities_mean_nothing():
+    rig = Rig(max_num_seqs=1, caching=False)
+    rig.run(*(request(name, [1], 2, priority=level) for name, level in zip("abc", (3, 0, -1), strict=True)))
+    assert order_of(rig) == "abc"
+
+
+def test_an_urgent_request_takes_the_slot_of_the_least_urgent_one():
+    rig = priority_rig(max_num_seqs=3)
+    for name, level in (("a", 0), ("b", 2), ("c", 2)):
+        rig.scheduler.add(request(name, [1, 2, 3], 20, priority=level))
+    rig.turn()
+    rig.scheduler.add(late := request("d", [3, 2, 1], 20, priority=1))
+    rig.turn()
+    assert [start.request_id for start in rig.plans[-1].starts] == ["d"]
+    assert rig.scheduler.request_ids() == ["a", "b", "c", "d"]
+    assert [r.id for r in rig.scheduler._running()] == ["a", "d", "b"]
+    rig.scheduler.add(request("e", [1, 2, 3], 20, priority=2))  # no more urgent than b
+    rig.run()
+    assert rig.scheduler.stats().preemptions == 1
+    check_all(rig, [late])
+
+
+def test_an_urgent_request_takes_the_blocks_of_less_urgent_ones():
+    rig = priority_rig(num_blocks=12)
+    for name in "ab":
+        rig.scheduler.add(request(name, [1, 2, 3] * 5, 20, priority=1))
+    rig.turn()
+    rig.scheduler.add(request("u", [3, 2, 1] * 6, 10, priority=0))
+    rig.turn()
+    assert [r.id for r in rig.scheduler._running()] == ["u", "a"]
+    rig.run()
+    assert next(iter(rig.ended)) == "u"
+
+
+def test_nobody_is_preempted_in_vain():
+    rig = priority_rig(num_blocks=12)
+    rig.scheduler.add(request("a", [1, 2, 3] * 9, 20, priority=0))
+    rig.scheduler.add(request("b", [1, 2, 3], 20, priority=1))
+    rig.turn()
+    rig.scheduler.add(request("u", [3, 2, 1] * 9, 10, priority=0))  # all of b's blocks are not enough
+    rig.turn()
+    assert [r.id for r in rig.scheduler._running()] == ["a", "b"]
+    rig.run()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_urgent_prompt_comes_before_the_rest_of_a_long_one(depth: int):
+    rig = priority_rig(max_num_batched_tokens=8)
+    rig.depth = depth
+    rig.scheduler.add(request("long", [1] * 40, 4, priority=1))
+    rig.issue()
+    rig.scheduler.add(request("u", [2] * 8, 4, priority=0))
+    if depth == 1:
+        rig.answer()
+    rig.issue()
+    assert ints(rig.plans[-1].sample).tolist() == [1]
+    rig.run()
+    assert list(rig.ended) == ["u", "long"]
+
+
+def stream(rig: Rig, turns: int) -> None:
+    """Urgent requests without end, more than can be served."""
+    for turn in range(turns):
+        rig.scheduler.add(request(f"u{turn}", [turn % 5, 1, 2], 4, priority=0))
+        rig.turn()
+
+
+@pytest.mark.parametrize("seqs", [1, 3])
+def test_a_flood_of_urgent_requests_starves_nobody(seqs: int):
+    rig = priority_rig(max_num_seqs=seqs, max_overtakes=4)
+    slow = [request(f"s{i}", [i] * 9, 6, priority=i) for i in range(1, 5)]
+    for one in slow:
+        rig.scheduler.add(one)
+    stream(rig, 200)
+    check_all(rig, slow)
+    assert all(f"u{i}" in rig.ended for i in range(10)), "most are still urgent ones"
+    starved = priority_rig(max_num_seqs=seqs, max_overtakes=10**9)
+    starved.scheduler.add(slow[0])
+    stream(starved, 200)
+    assert "s1" not in starved.ended
+
+
+def test_who_was_promoted_does_not_preempt_who_is_more_urgent():
+    rig = priority_rig(max_num_seqs=1, max_overtakes=1)
+    rig.scheduler.add(request("low", [1], 4, priority=5))
+    for name in "ab":
+        rig.scheduler.add(request(name, [1], 4, priority=0))
+    rig.run()
+    assert list(rig.ended) == ["a", "low", "b"]
+    assert rig.scheduler.stats().preemptions == 0
