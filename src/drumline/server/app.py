@@ -45,10 +45,13 @@ from drumline.server.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Load,
     Model,
     ModelList,
     SamplingFields,
+    Status,
     TokenizeRequest,
+    Version,
 )
 from drumline.server.service import Service
 from drumline.server.sockets import names_this_machine
@@ -297,12 +300,12 @@ async def model(service: Service, request: Request) -> Response:
 async def health(service: Service, request: Request) -> Response:
     """``GET /health`` and ``/readyz``: 200 if a request would be served now, else 503 with the reason."""
     service.require_ready()
-    return json_response({"status": "ok"})
+    return json_response(Status(status="ok"))
 
 
 async def livez(service: Service, request: Request) -> Response:
     """``GET /livez``: 200 as long as this process answers."""
-    return json_response({"status": "alive"})
+    return json_response(Status(status="alive"))
 
 
 async def startupz(service: Service, request: Request) -> Response:
@@ -313,12 +316,12 @@ async def startupz(service: Service, request: Request) -> Response:
 
 async def load(service: Service, request: Request) -> Response:
     """``GET /load``: requests that are being answered."""
-    return json_response({"server_load": service.metrics.load})
+    return json_response(Load(server_load=service.metrics.load))
 
 
 async def version(service: Service, request: Request) -> Response:
     """``GET /version``."""
-    return json_response({"version": drumline.__version__})
+    return json_response(Version(version=drumline.__version__))
 
 
 async def metrics(service: Service, request: Request) -> Response:

@@ -377,6 +377,24 @@ class ModelList(msgspec.Struct, kw_only=True):
     data: list[Model]
 
 
+class Status(msgspec.Struct, kw_only=True):
+    """Answer of ``/health``, ``/readyz``, ``/ping`` and ``/livez``."""
+
+    status: str
+
+
+class Load(msgspec.Struct, kw_only=True):
+    """Answer of ``/load``."""
+
+    server_load: int
+
+
+class Version(msgspec.Struct, kw_only=True):
+    """Answer of ``/version``."""
+
+    version: str
+
+
 class ProcessPhase(msgspec.Struct, kw_only=True):
     """One process in ``/startupz``."""
 
