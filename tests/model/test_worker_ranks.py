@@ -14,6 +14,7 @@ from tests.model.conftest import engine_config
 from tests.model.driver import Driver, Running, prompts
 from tests.model.equality import Tally, check_prompt_logprobs, compare_sampled
 from tests.model.ranks import RankHost
+from tests.model.tiny import SHAPES
 
 Tiny = Callable[[str], tuple[Path, Any]]
 
@@ -50,7 +51,7 @@ def run(host: RankHost, tp: int, vocab_size: int) -> list[Running]:
         return outputs[0]
 
     driver = Driver(execute, max_chunk=11, seed=tp)
-    requests = [driver.add(p, s, 8) for p, s in zip(prompts(len(SAMPLINGS), vocab_size, 25), SAMPLINGS, strict=True)]
+    requests = [driver.add(p, s, 8) for p, s in zip(prompts(len(SAMPLINGS), vocab_size, 40), SAMPLINGS, strict=True)]
     for _ in range(4):
         driver.step()
     driver.preempt(requests[1])
@@ -65,13 +66,13 @@ def check(model: Any, requests: list[Running], tally: Tally) -> None:
         check_prompt_logprobs(model, request)
 
 
-CASES = [("llama", 2), ("llama", 3), ("llama", 5), ("llama-tied", 2), ("llama-tied", 5), ("qwen2", 2), ("qwen2", 3)]
+CASES = [(shape, 2) for shape in SHAPES] + [("llama", 3), ("llama", 5), ("llama-tied", 5), ("qwen2", 3), ("olmo2", 5)]
 
 
 @pytest.mark.parametrize(("shape", "tp"), CASES)
 def test_tensor_parallel(rank_host: RankHost, tiny: Tiny, shape: str, tp: int) -> None:
     folder, model = tiny(shape)
-    rank_host_start(rank_host, folder, tp)
+    rank_host_start(rank_host, folder, tp, max_model_len=256)
     requests = run(rank_host, tp, model.config.vocab_size)
     tally = Tally()
     check(model, requests, tally)
