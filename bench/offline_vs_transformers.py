@@ -28,6 +28,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from servers import about_machine
+
 os.environ["OMP_NUM_THREADS"] = "1"
 
 SYSTEMS = ("drumline", "generate_batch", "generate")
@@ -264,7 +266,8 @@ def main() -> None:
     from drumline import LLM
 
     model = args.model or default_folder()
-    print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}, {model}", flush=True)
+    about = about_machine()
+    print(f"{about}; {model}", flush=True)
     other = Peer(model)
     try:
         with LLM(model, dtype="float32", max_model_len=2048, kv_cache_memory_bytes=1 << 30) as llm:
@@ -280,7 +283,9 @@ def main() -> None:
         f"\n\n{text}"
     )
     if args.json:
-        args.json.write_text(json.dumps({"about": other.about, "tried": tried, "rows": rows, "runs": results}) + "\n")
+        args.json.write_text(
+            json.dumps({"about": about, "peer": other.about, "tried": tried, "rows": rows, "runs": results}) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import shutil
 import statistics
 import subprocess
@@ -30,7 +29,17 @@ from pathlib import Path
 from typing import Any
 
 import tiny_llama
-from servers import MODEL_NAME, Server, drumline_command, ended_by_sigterm, free_port, vllm_command, vllm_env
+from servers import (
+    MODEL_NAME,
+    ForeignLoad,
+    Server,
+    about_machine,
+    drumline_command,
+    ended_by_sigterm,
+    free_port,
+    vllm_command,
+    vllm_env,
+)
 
 METRICS = {
     "output_throughput": ("output tokens/s", 1),
@@ -82,24 +91,32 @@ def compare(tp: int, args: argparse.Namespace) -> dict[str, dict[int, list[Cell]
         for turn in range(args.rounds):
             for streams in args.streams:
                 for server in servers if turn % 2 == 0 else reversed(servers):
-                    measure(server, streams, turn, found, args)
+                    measure(server, servers, streams, turn, found, args)
     if args.beside and "vllm" in args.systems:
         with serving("vllm", args.beside, tp, args) as server:
             ready(server, args)
             for streams in args.streams:
-                measure(server, streams, 0, found, args)
+                measure(server, [server], streams, 0, found, args)
     return found
 
 
 def measure(
-    server: Server, streams: int, turn: int, found: dict[str, dict[int, list[Cell]]], args: argparse.Namespace
+    server: Server,
+    alive: list[Server],
+    streams: int,
+    turn: int,
+    found: dict[str, dict[int, list[Cell]]],
+    args: argparse.Namespace,
 ) -> None:
     requests = streams * (args.waves if streams == 1 else 1)
+    foreign = ForeignLoad(alive)
     cell = load(server.url, streams, requests, 100 * turn + streams, args)
+    cell["foreign_cores"] = foreign.cores()
     name = server.name.rpartition("-tp")[0]
     found.setdefault(name, {}).setdefault(streams, []).append(cell)
     values = ", ".join(f"{cell.get(metric, math.nan):.1f} {title}" for metric, (title, _) in METRICS.items())
-    print(f"{server.name}, {streams} streams: {values}", file=sys.stderr, flush=True)
+    busy = f"others keep {cell['foreign_cores']:.2f} cores busy"
+    print(f"{server.name}, {streams} streams: {values}; {busy}", file=sys.stderr, flush=True)
 
 
 def medians(cells: list[Cell]) -> dict[str, float]:
@@ -156,14 +173,17 @@ def main() -> None:
     work = Path(tempfile.mkdtemp(prefix="drumline-serve-load-"))
     args.logs = work
     args.model = args.model or str(tiny_llama.make(work / "llama5m"))
-    print(f"{len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}, {args.model}", flush=True)
+    about = about_machine()
+    print(f"{about}; {args.model}", flush=True)
     with ended_by_sigterm():
         results = {tp: compare(tp, args) for tp in args.tp}
     text, rows = table(results, args)
-    about = f"{args.input_len} tokens in, {args.output_len} out, medians of {args.rounds}"
-    print(f"\n{about}; ratio: drumline / vLLM\n\n{text}")
+    every = [cell for found in results.values() for cells in found.values() for many in cells.values() for cell in many]
+    busy = statistics.median(cell["foreign_cores"] for cell in every)
+    lengths = f"{args.input_len} tokens in, {args.output_len} out, medians of {args.rounds}"
+    print(f"\n{lengths}; ratio: drumline / vLLM; others kept {busy:.2f} cores busy (median)\n\n{text}")
     if args.json:
-        args.json.write_text(json.dumps({"rows": rows, "runs": results}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"about": about, "rows": rows, "runs": results}, indent=1) + "\n")
     shutil.rmtree(work)
 
 

@@ -19,31 +19,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import psutil
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def tree(pid: int) -> list[psutil.Process]:
-    try:
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+from servers import (
+    MODEL_NAME,
+    Server,
+    cpu_seconds,
+    drumline_command,
+    ended_by_sigterm,
+    free_port,
+    tree,
+    vllm_command,
+    vllm_env,
+)
 
 
 def pss_mib(pid: int) -> dict[str, float]:
@@ -54,15 +46,6 @@ def pss_mib(pid: int) -> dict[str, float]:
             kib = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
             sizes[f"{process.pid} {' '.join(process.cmdline())[:60]}"] = kib / 1024
     return sizes
-
-
-def cpu_seconds(pid: int) -> float:
-    total = 0.0
-    for process in tree(pid):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
 
 
 def stream(base: str, model: str, max_tokens: int) -> Iterator[float]:
@@ -90,66 +73,51 @@ def stream(base: str, model: str, max_tokens: int) -> Iterator[float]:
 Result = dict[str, object]
 
 
-def measure(name: str, command: list[str], env: dict[str, str], base: str, args: argparse.Namespace) -> Result:
+def measure(name: str, command: list[str], env: dict[str, str], port: int, args: argparse.Namespace) -> Result:
     log = Path(args.logs) / f"{name}.log"
-    started = time.monotonic()
-    with log.open("wb") as out:
-        server = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
-    try:
+    with Server(name, command, env, port, log) as server:
         first = None
         while first is None:
-            if server.poll() is not None:
-                raise SystemExit(f"{name} ended with {server.returncode}: see {log}")
-            if time.monotonic() - started > args.limit:
+            if server.process.poll() is not None:
+                raise SystemExit(f"{name} ended with {server.process.returncode}: see {log}")
+            if time.monotonic() - server.started > args.limit:
                 raise SystemExit(f"{name} not ready after {args.limit} s: see {log}")
             try:
-                first = next(stream(base, args.model_name, 1))
+                first = next(stream(server.url, MODEL_NAME, 1))
             except (httpx.HTTPError, StopIteration):
                 time.sleep(0.05)
-        result: Result = {"first_token": round(first - started, 2)}
+        result: Result = {"first_token": round(first - server.started, 2)}
         if args.quick:
             return result
-        times = list(stream(base, args.model_name, 128))
+        times = list(stream(server.url, MODEL_NAME, 128))
         result["tokens_per_s"] = round((len(times) - 1) / (times[-1] - times[0]), 1)
-        sizes = pss_mib(server.pid)
+        pid = server.process.pid
+        sizes = pss_mib(pid)
         result["pss"] = round(sum(sizes.values()))
         result["pss_by_process"] = {k: round(v) for k, v in sizes.items()}
         time.sleep(2)
-        before = cpu_seconds(server.pid)
+        before = cpu_seconds(pid)
         time.sleep(args.idle)
-        result["idle_cpu"] = round(cpu_seconds(server.pid) - before, 3)
+        result["idle_cpu"] = round(cpu_seconds(pid) - before, 3)
         result["processes"] = len(sizes)
         return result
-    finally:
-        family = tree(server.pid)
-        server.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(15)
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        server.wait()
 
 
 def run_one(system: str, tp: int, args: argparse.Namespace) -> Result:
     port = free_port()
-    env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    kv = args.kv_mib * 2**20
-    common = ["--tensor-parallel-size", str(tp), "--dtype", "float32", "--max-model-len", "2048", "--port", str(port)]
-    common += ["--served-model-name", args.model_name, "--host", "127.0.0.1"]
     if system == "drumline":
-        command = [args.drumline, "serve", args.model, *common, "--kv-cache-memory-bytes", str(kv)]
+        command = drumline_command(args.model, tp, "float32", port, args.kv_mib)
+        if args.drumline:
+            command[:3] = [args.drumline]
+        env = {}
     else:
-        command = [args.vllm, "serve", args.model, *common, "--enforce-eager"]
-        env |= {"VLLM_CPU_KVCACHE_SPACE": str(args.kv_mib // 1024), "VLLM_CPU_OMP_THREADS_BIND": args.vllm_bind}
-        env["PATH"] = f"{Path(args.vllm).parent}:{env['PATH']}"
+        command = vllm_command(args.vllm, args.model, tp, "float32", port)
+        env = vllm_env(args.vllm, args.kv_mib, args.vllm_bind)
     name = f"{system}-tp{tp}"
     if not args.no_warm:
         quick = argparse.Namespace(**{**vars(args), "quick": True})
-        print(
-            f"{name} (warm-up): {measure(name + '-warm', command, env, f'http://127.0.0.1:{port}', quick)}", flush=True
-        )
-    result = measure(name, command, env, f"http://127.0.0.1:{port}", args)
+        print(f"{name} (warm-up): {measure(name + '-warm', command, env, port, quick)}", flush=True)
+    result = measure(name, command, env, port, args)
     print(f"{name}: {json.dumps(result)}", flush=True)
     return result
 
@@ -158,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of the converted default model")
     parser.add_argument("--vllm", required=True, help="the vllm command of its own virtual environment")
-    parser.add_argument("--drumline", default=str(Path(sys.executable).parent / "drumline"))
+    parser.add_argument("--drumline", help="the drumline command (this Python's module)")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--systems", nargs="+", default=["vllm", "drumline"])
     parser.add_argument(
@@ -169,11 +137,11 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300.0)
     parser.add_argument("--logs", default="/tmp", help="folder for the servers' logs")
     parser.add_argument("--no-warm", action="store_true")
-    parser.add_argument("--model-name", default="default")
     parser.set_defaults(quick=False)
     args = parser.parse_args()
     for tp in args.tp:
-        got = {system: run_one(system, tp, args) for system in args.systems}
+        with ended_by_sigterm():
+            got = {system: run_one(system, tp, args) for system in args.systems}
         if len(got) == 2:
             ratios = {
                 key: round(float(str(got["drumline"][key])) / float(str(got["vllm"][key])), 3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -18,7 +19,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 
@@ -40,6 +42,49 @@ def tree(pid: int) -> list[psutil.Process]:
         return [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a tree so far."""
+    total = 0.0
+    for process in tree(pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+class ForeignLoad:
+    """How many cores others keep busy meanwhile: all but this process, its finished children and the servers."""
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        self._servers = servers
+        self._began = time.monotonic(), self._busy(), self._own()
+
+    def cores(self) -> float:
+        """Since this object was made."""
+        began, busy, own = self._began
+        foreign = (self._busy() - busy) - (self._own() - own)
+        return max(0.0, foreign / (time.monotonic() - began))
+
+    @staticmethod
+    def _busy() -> float:
+        times = psutil.cpu_times()
+        return float(times.user + times.nice + times.system + times.irq + times.softirq)
+
+    def _own(self) -> float:
+        return sum(os.times()[:4]) + sum(cpu_seconds(server.process.pid) for server in self._servers)
+
+
+def about_machine() -> str:
+    """What figures should be quoted with."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.partition(": ")[2] for line in info.splitlines() if line.startswith("model name")]
+    return (
+        f"{len(os.sched_getaffinity(0))} cores ({names[0] if names else platform.processor()}), load "
+        f"{os.getloadavg()[0]:.1f}, {platform.system()} {platform.release()}, Python {platform.python_version()}, torch "
+        f"{version('torch')}, transformers {version('transformers')}"
+    )
 
 
 def drumline_command(model: str, tp: int, dtype: str, port: int, kv_mib: int, *more: str) -> list[str]:

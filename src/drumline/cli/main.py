@@ -147,6 +147,8 @@ def _plan(argv: Sequence[str]) -> int:
 def _bench(argv: Sequence[str]) -> int:
     from drumline.cli import bench
 
+    if argv[:1] == ["offline"] and callable(signal.getsignal(signal.SIGINT)):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ctrl-C ends the rounds, not the report
     return bench.main(argv)
 
 

@@ -180,6 +180,10 @@ def test_answers_that_are_no_good(pieces: list[tuple[float, bytes]], kind: str, 
     assert said in str(e.value)
 
 
+def test_a_reason_ends_an_answer_as_well_as_done_does() -> None:
+    assert read_answer(stream(completion("a", "stop"), usage(1), done=False)).count() == (1, "usage", [1])
+
+
 def outcome(**more: object) -> Outcome:
     given = {"index": 0, "due": 0.0, "sent": 0.0, "ended": 9.0, "asked_tokens": 4, **more}
     return Outcome(**given)  # type: ignore[arg-type]

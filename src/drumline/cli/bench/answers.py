@@ -87,7 +87,7 @@ def read_events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, 
 
 
 def read_answer(pieces: Sequence[tuple[float, bytes]]) -> Answer:
-    """What the stream says. AnswerError if it is malformed, has no ``[DONE]``, or says that something went wrong."""
+    """What the stream says. AnswerError if it is malformed, breaks off, or says that something went wrong."""
     answer = Answer()
     for time, data in read_events(pieces):
         if data == b"[DONE]":
@@ -104,6 +104,8 @@ def read_answer(pieces: Sequence[tuple[float, bytes]]) -> Answer:
             _take(answer, time, event)
         except (TypeError, ValueError, AttributeError, KeyError):
             raise AnswerError(MALFORMED, f"an event has another shape than OpenAI's: {_shown(data)}") from None
+    if answer.finish_reason:  # transformers' server writes no [DONE]
+        return answer
     raise AnswerError(BROKEN, "the stream ends without [DONE]")
 
 

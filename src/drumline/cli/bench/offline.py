@@ -2,7 +2,7 @@
 
 A round is one batch of new random prompts, all at once; before the first there are rounds that are not counted. Each
 round is followed by one of other prompts with a single output token, which tells what the prompts cost; the rest is
-decoding. No prompt comes twice, so the prefix cache has nothing to give.
+decoding. No random prompt comes twice, so the prefix cache has nothing to give; given ones come in each round.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ def main(argv: Sequence[str]) -> int:
     except DrumlineError as e:
         print(f"drumline bench offline: {e}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
-        return ExitCode.INTERRUPTED
 
 
 def _parser() -> Parser:
@@ -72,8 +70,10 @@ def _run(options: Any) -> int:
     began = time.perf_counter()
     with LLM(**given) as llm:
         start_s = time.perf_counter() - began
-        rounds, prompts = _measure(llm, options)
-        found = _result(rounds, prompts, llm, options) | {"start_s": start_s}
+        rounds, interrupted = _measure(llm, options)
+        if not rounds:
+            return ExitCode.INTERRUPTED
+        found = _result(rounds, llm) | {"start_s": start_s}
     where = sys.stderr if options.output_json == "-" else sys.stdout
     print(_table(found), file=where, flush=True)
     if options.output_json:
@@ -81,34 +81,36 @@ def _run(options: Any) -> int:
             report.save(found, options.output_json)
         except OSError as e:
             raise ConfigError(f"the result cannot be written: {e}") from None
-    return ExitCode.OK
+    return ExitCode.INTERRUPTED if interrupted else ExitCode.OK
 
 
 class Round:
     """One batch."""
 
-    def __init__(self, seconds: float, first_token_s: float, input_tokens: int, output_tokens: int) -> None:
+    def __init__(self, seconds: float, first_token_s: float, outputs: Sequence[Any]) -> None:
         self.seconds = seconds
         self.first_token_s = first_token_s
         """Of a batch like it with one output token each."""
-        self.input_tokens = input_tokens
-        self.output_tokens = output_tokens
+        self.prompts = len(outputs)
+        self.input_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        self.output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-def _measure(llm: Any, options: Any) -> tuple[list[Round], int]:
+def _measure(llm: Any, options: Any) -> tuple[list[Round], bool]:
+    """The rounds, and whether ctrl-C ended them early."""
     rounds: list[Round] = []
-    batch = 0
-    for index in range(options.warmup + options.repeats):
-        seed = llm.config.model.seed + 2 * index
-        prompts = _prompts(llm, options, seed)
-        batch = len(prompts)
-        seconds, outputs = _timed(llm, prompts, options)
-        firsts = [Prompt(prompt.content, prompt.tokens, 1) for prompt in _prompts(llm, options, seed + 1)]
-        first_s, _ = _timed(llm, firsts, options)
-        if index >= options.warmup:
-            input_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-            rounds.append(Round(seconds, first_s, input_tokens, sum(len(o.outputs[0].token_ids) for o in outputs)))
-    return rounds, batch
+    try:
+        for index in range(options.warmup + options.repeats):
+            seed = llm.config.model.seed + 2 * index
+            seconds, outputs = _timed(llm, _prompts(llm, options, seed), options)
+            others = _prompts(llm, options, seed + 1)
+            first_s, _ = _timed(llm, [Prompt(prompt.content, prompt.tokens, 1) for prompt in others], options)
+            if index >= options.warmup:
+                rounds.append(Round(seconds, first_s, outputs))
+                print(f"round {len(rounds)} of {options.repeats}: {seconds:.3f} s", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        return rounds, True
+    return rounds, False
 
 
 def _prompts(llm: Any, options: Any, seed: int) -> list[Prompt]:
@@ -134,7 +136,8 @@ def _timed(llm: Any, prompts: Sequence[Prompt], options: Any) -> tuple[float, li
     return time.perf_counter() - began, outputs
 
 
-def _result(rounds: Sequence[Round], prompts: int, llm: Any, options: Any) -> dict[str, Any]:
+def _result(rounds: Sequence[Round], llm: Any) -> dict[str, Any]:
+    prompts = rounds[0].prompts
     seconds = statistics.median(one.seconds for one in rounds)
     first = statistics.median(one.first_token_s for one in rounds)
     output = statistics.mean(one.output_tokens for one in rounds)

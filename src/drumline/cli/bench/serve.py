@@ -19,7 +19,7 @@ import msgspec
 
 from drumline.cli.args import parse
 from drumline.cli.bench import report
-from drumline.cli.bench.answers import refusal
+from drumline.cli.bench.answers import SHORT, refusal
 from drumline.cli.bench.connection import AddressError, Client, Exchange
 from drumline.cli.bench.flags import PATHS, parser
 from drumline.cli.bench.load import Job, Run, read, run_load
@@ -196,7 +196,7 @@ class Bench:
         options = self.options
         deadline = asyncio.get_running_loop().time() + options.ready_timeout
         forms = self._forms()
-        place, first = 0, None
+        place, refused = 0, ""
         while True:
             form = forms[place]
             prompt = replace(self._prompts(1, form, seed=options.seed + 2_000_003)[0], output_tokens=4)
@@ -204,19 +204,17 @@ class Bench:
             exchange = await client.send(job.request)
             status = exchange.status
             outcome = read(Outcome(0, 0.0, exchange.sent, exchange.ended, 4), exchange, replace(job, whole=False))
-            if outcome.ok or outcome.error == "short answer":
-                if first is not None:
-                    _say(f"the server takes no such request ({first}); prompts go as {_named(form)}")
+            if outcome.ok or outcome.error == SHORT:
+                if refused:
+                    _say(f"prompts go as {_named(form)}, since the server refused another form: {refused}")
                 return form
-            first = first or outcome.message
-            waiting = status in (0, 502, 503) and asyncio.get_running_loop().time() < deadline
-            if waiting:
-                first = None
+            if status in (0, 502, 503) and asyncio.get_running_loop().time() < deadline:
                 await asyncio.sleep(0.25)
             elif status in (400, 422) and place + 1 < len(forms):
-                place += 1
+                place, refused = place + 1, refused or outcome.message
             else:
-                raise RefusedError(f"{self.url}{self.path}: {outcome.error}: {first}")
+                before = f" (as {_named(forms[0])}: {refused})" if refused and refused != outcome.message else ""
+                raise RefusedError(f"{self.url}{self.path}: {outcome.error}: {outcome.message}{before}")
 
     def _forms(self) -> list[Form]:
         options = self.options
