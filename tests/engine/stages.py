@@ -15,6 +15,7 @@ class Watched:
 
     runner: Any
     rank: int
+    layers: Any
 
     def slow_down(self, seconds: float) -> None:
         """From now on each step of this stage takes so much longer, once it has what the stage before gives."""
@@ -30,6 +31,25 @@ class Watched:
             return got
 
         stage.receive = slowly
+
+    def num_layers(self) -> int:
+        """Of this stage."""
+        return int(self.layers.size)
+
+    def fail_soon(self, stage: int, steps: int) -> None:
+        """So many steps from now this stage raises before its forward, and the others wait for it."""
+        if self.layers.start != stage:  # one layer a stage
+            return
+        forward, left = self.runner.forward, [steps]
+
+        def failing(*args: Any) -> torch.Tensor:
+            left[0] -= 1
+            if left[0] < 0:
+                raise RuntimeError("a stage that cannot go on")
+            result: torch.Tensor = forward(*args)
+            return result
+
+        self.runner.forward = failing
 
     def busy(self) -> list[tuple[float, float]]:
         """When its steps were slow, since the last call."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from drumline.config import EngineConfig, ProcessConfig
+from drumline.errors import EngineDeadError
 from drumline.plan.sampling import SlotSampling
 from tests.model.equality import Tally, compare_greedy, compare_sampled
 
@@ -23,10 +24,10 @@ from .test_death import stream_until_dead
 BLOCKS = 60
 
 
-def staged(folder: Path, tp: int, pp: int, **scheduler: Any) -> EngineConfig:
+def staged(folder: Path, tp: int, pp: int, partition: tuple[int, ...] = (), **scheduler: Any) -> EngineConfig:
     config = config_for(folder, tp, BLOCKS, max_num_seqs=16, max_num_batched_tokens=48, **scheduler)
     return config.with_(
-        parallel=replace(config.parallel, pipeline_parallel_size=pp),
+        parallel=replace(config.parallel, pipeline_parallel_size=pp, pp_layer_partition=partition),
         process=ProcessConfig(worker_extension_cls="tests.engine.stages:Watched"),
     )
 
@@ -141,17 +142,32 @@ def test_idle_stages_sleep_and_listen_nowhere(served: Engine):
 
 
 @pytest.mark.parametrize(
-    ("pp", "victim", "scheduler"),
-    [(3, "Worker_PP1", {}), (2, "Worker_PP0", {"async_scheduling": False})],
+    ("partition", "victim", "scheduler"),
+    [((1, 1, 1), "Worker_PP1", {}), ((1, 2), "Worker_PP0", {"async_scheduling": False})],
     ids=["look-ahead", "in turns"],
 )
-def test_one_layer_stages_and_a_death(tiny: tuple[Path, Any], pp: int, victim: str, scheduler: dict[str, Any]):
+def test_death_of_a_stage(tiny: tuple[Path, Any], partition: tuple[int, ...], victim: str, scheduler: dict[str, Any]):
     """After some requests one stage is killed while others stream: a report in under 2 s, and nobody is left."""
-    with engine(staged(tiny[0], 1, pp, **scheduler)) as served:
+    with engine(staged(tiny[0], 1, len(partition), partition, **scheduler)) as served:
+        layers = served.run(served.client.call("collective_rpc", "num_layers"))
+        assert tuple(layers) == partition
         requests = crowd(count=12)
         check(tiny[1], requests, served.run(all_tokens(served, requests)))
         pids = [process.pid for process in served.client.processes() if process.name != "APIServer_0"]
         error, took = served.run(stream_until_dead(served, victim, signal.SIGKILL))
         assert took < 2.0
         assert (error.report.role, error.report.rank, error.report.type) == (victim, int(victim[-1]), "SIGKILL")
+        wait_gone(pids)
+
+
+def test_a_stage_that_raises(tiny: tuple[Path, Any]):
+    """The others wait for it in vain: its exception is what is told, soon, and nobody is left."""
+    with engine(staged(tiny[0], 1, 3)) as served:
+        pids = [process.pid for process in served.client.processes() if process.name != "APIServer_0"]
+        served.run(served.client.call("collective_rpc", "fail_soon", [1, 10]))
+        began = time.monotonic()
+        with pytest.raises(EngineDeadError, match="a stage that cannot go on") as caught:
+            served.run(all_tokens(served, crowd(count=4)))
+        assert time.monotonic() - began < 5.0
+        assert (caught.value.report.role, caught.value.report.phase) == ("Worker_PP1", "execute_model")
         wait_gone(pids)

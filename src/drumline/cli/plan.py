@@ -18,6 +18,7 @@ from drumline.errors import ConfigError, ExitCode
 from drumline.model.resolve import check_weights
 from drumline.model.spec import DTYPE_BYTES, ModelSpec, kv_spec, read_spec, resolve_dtype
 from drumline.model.stages import stage_layers, stage_weights
+from drumline.parallel.boxes import MAIL_BYTES
 from drumline.parallel.layout import (
     GroupKind,
     Layout,
@@ -237,6 +238,10 @@ def _queues(config: EngineConfig, backend: object) -> str:
         ),
         ("doorbells", str(local + 1), "", "", _bytes(bells), "one for each that waits"),
     ]
+    stages = config.parallel.pipeline_parallel_size
+    if stages > 1:
+        text = "beside these: from each worker to the next stage, and from the last back to the first"
+        table.append(("stages", str(local), "", "", _bytes(local * MAIL_BYTES), text))
     total = layout.total_bytes + bells
     return f"queues of each engine core: {_bytes(total)} of shared memory, taken as it is touched\n" + _table(table)
 

@@ -96,6 +96,8 @@ class _Phases:
     wait: float = 0.0
     update: float = 0.0
     output: float = 0.0
+    forward: float = 0.0
+    sample: float = 0.0
 
 
 class _Pickled:
@@ -160,6 +162,7 @@ class EngineCore:
         stats, phases = self._scheduler.stats(), self._phases
         stats.schedule_s, stats.dispatch_s, stats.wait_s = phases.schedule, phases.dispatch, phases.wait
         stats.update_s, stats.output_s = phases.update, phases.output
+        stats.forward_s, stats.sample_s = phases.forward, phases.sample
         return stats
 
     def stop(self) -> None:
@@ -236,6 +239,8 @@ class EngineCore:
             began = perf_counter()
             self._unsent += self._scheduler.update(output)
             self._phases.update += perf_counter() - began
+            self._phases.forward += output.forward_s
+            self._phases.sample += output.sample_s
             self._tell_stats = True
         for item in [item for item in self._calls if item[2].done()]:
             self._calls.remove(item)

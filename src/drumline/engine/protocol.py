@@ -99,6 +99,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """On taking answers in: tokens to requests, what ends, prefix blocks."""
     output_s: float = 0.0
     """On handing outputs to the front end."""
+    forward_s: float = 0.0
+    """Seconds that the output rank has spent in forwards (see ``StepOutput``)."""
+    sample_s: float = 0.0
+    """On sampling."""
 
 
 class EngineOutputs(msgspec.Struct, tag="outputs", kw_only=True):

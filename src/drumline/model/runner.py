@@ -18,6 +18,7 @@ With ``defer_sampling`` the logits wait until ``sample`` names the step. A slot 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,8 @@ class _Unsampled:
     rows: SamplingRows
     prompt: PromptRows | None = None
     """Tokens of prompts whose log-probabilities are asked for: their logits follow those of the rows that sample."""
+    seconds: float = 0.0
+    """Of the forward."""
 
 
 class ModelRunner:
@@ -128,7 +131,7 @@ class ModelRunner:
         chosen = np.flatnonzero(ints(plan.sample))
         sampled = slots[chosen]
         prompt = state.prompt_rows(slots, count, computed)
-        logits = torch.empty((0, 0))
+        logits, seconds = torch.empty((0, 0)), 0.0
         if len(slots):
             if len(fresh):
                 self._cache.clear(self._tensor(fresh))
@@ -142,12 +145,14 @@ class ModelRunner:
             keep = (starts + count - 1)[chosen]
             last = self._tensor(keep if prompt is None else np.concatenate([keep, prompt.places]))
             inputs = self._stage.receive(self._tensor(ids))
+            began = perf_counter()
             computed_here = self.forward(inputs, self._tensor(positions), batch, last)
+            seconds = perf_counter() - began
             if self._stage.samples:
                 logits = computed_here
             else:
                 self._stage.pass_on(computed_here)
-        return _Unsampled(logits, sampled, state.life[sampled], state.sampling_rows(sampled), prompt)
+        return _Unsampled(logits, sampled, state.life[sampled], state.sampling_rows(sampled), prompt, seconds)
 
     def _append_blocks(self, plan: StepPlan, slots: Ints, computed: Ints) -> Ints:
         """Extend block tables; the ids of new blocks that hold nothing yet (a prefix hit's hold something)."""
@@ -191,6 +196,12 @@ class ModelRunner:
         if not self._stage.samples:
             self._leave_room(step, unsampled)
             return None
+        began = perf_counter()
+        output = self._sampled(step, unsampled)
+        output.forward_s, output.sample_s = unsampled.seconds, perf_counter() - began
+        return output
+
+    def _sampled(self, step: int, unsampled: _Unsampled) -> StepOutput:
         slots, logits = unsampled.slots, unsampled.logits
         prompts = [] if unsampled.prompt is None else self._prompt_logprobs(unsampled.prompt, logits[len(slots) :])
         if not len(slots):

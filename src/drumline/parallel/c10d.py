@@ -1,4 +1,4 @@
-"""Collectives through torch's process groups: gloo between machines and for pipeline stages, NCCL between GPUs.
+"""Collectives through torch's process groups: gloo between machines, NCCL between GPUs.
 
 ``torch.distributed.init_process_group`` would set up one world for the whole process, for ever, so that two engines
 could not live in one process, and every rank would have to create every group in the same order. Instead the backends

@@ -3,8 +3,9 @@
 On one machine the meeting place is two memfds: nothing to name, nothing left behind after a kill, no port that could
 be taken between probing and binding.
 
-* The *memory* is what ranks do their collectives through (:mod:`drumline.parallel.shm`), and all they need on CPUs.
-* The *store* is a file store for what torch makes itself (NCCL, gloo for pipeline stages). torch opens it by path,
+* The *memory* is what ranks do their collectives through (:mod:`drumline.parallel.shm`) and send to the next pipeline
+  stage (:mod:`drumline.parallel.mail`), and all they need on CPUs.
+* The *store* is a file store for what torch makes itself (NCCL). torch opens it by path,
   ``/proc/self/fd/N``, once for each operation.
 
 Both descriptors must stay open under the same numbers until the groups are made (the store: as long as they live).

@@ -125,6 +125,10 @@ class StepOutput(msgspec.Struct, array_like=True, gc=False):
     """[S], or empty if no row asked."""
     prompt_logprobs: list[PromptLogprobs] = []
     """One for each row that asked and computed tokens of its prompt, in the order of the rows."""
+    forward_s: float = 0.0
+    """Seconds that the output rank spent in the forward (on devices that work on by themselves: on starting it)."""
+    sample_s: float = 0.0
+    """Seconds that it spent on sampling, the wait for the device and for other ranks included."""
 
 
 _encoder = msgspec.msgpack.Encoder()
