@@ -1,6 +1,6 @@
 """Token equality with transformers (promise 6 of the design), over the whole road: LLM, engine core, workers.
 
-One cell of the matrix is (model, TP size, engine options). In it one engine answers
+One cell of the matrix is (model, TP size, PP size, engine options). In it one engine answers
 
 * 32 requests at once, some of which share prefixes,
 * a few of them alone, one after the other,
@@ -8,15 +8,19 @@ One cell of the matrix is (model, TP size, engine options). In it one engine ans
 
 and every output is compared with the model's own greedy run under the tie rule (tests/model/equality.py). Each option
 also proves that it did what it is there for: preemptions happened, prefixes were hit, prompts were longer than a step.
+That the features of an architecture change its answers, so that a missing one would be seen, is held by
+tests/model/test_architectures.py.
 
-Seeded sampling: the same requests at TP 1, 2, 3, with and without preemption, against the sampling rule in numpy.
+Seeded sampling: the same requests at several TP x PP, with and without preemption, against the sampling rule in numpy.
 
-``make matrix`` runs all cells; ``make test`` those of SUBSET.
+``make matrix`` runs all cells; ``make test`` those of SUBSET, and every architecture at TP 2 over real worker processes
+without the engine (tests/model/test_worker_ranks.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +53,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 MODELS = [*SHAPES, "default"]
-TP_SIZES = [1, 2, 3, 5]
+ALL_OPTIONS = {"llama", "llama-tied", "qwen2", "default"}
+"""Models with which all options are tried; the engine does not know one architecture from another."""
+SPLITS = [(1, 1), (2, 1), (3, 1), (5, 1), (1, 2), (1, 3), (2, 2)]
+"""(TP size, PP size)."""
 SUBSET = {
-    ("llama", 1, "chunks"),
-    ("llama", 2, "plain"),
-    ("llama", 3, "tight"),
-    ("llama-tied", 5, "plain"),
-    ("qwen2", 2, "tight"),
+    ("llama", 1, 1, "chunks"),
+    ("llama", 2, 1, "plain"),
+    ("llama", 3, 1, "tight"),
+    ("llama-tied", 5, 1, "plain"),
+    ("qwen2", 2, 1, "tight"),
+    ("phi3", 1, 3, "chunks"),
+    ("gemma2", 2, 2, "tight"),
 }
 
 
@@ -64,12 +73,13 @@ def cells() -> list[Any]:
         pytest.param(
             model,
             tp,
+            pp,
             options,
-            marks=[] if (model, tp, options) in SUBSET else [pytest.mark.matrix, pytest.mark.timeout(1200)],
+            marks=[] if (model, tp, pp, options) in SUBSET else [pytest.mark.matrix, pytest.mark.timeout(1200)],
         )
         for model in MODELS
-        for tp in TP_SIZES
-        for options in OPTIONS
+        for tp, pp in SPLITS
+        for options in (OPTIONS if model in ALL_OPTIONS else ("chunks", "tight"))
     ]
 
 
@@ -121,9 +131,14 @@ def make_prompts(vocab_size: int, count: int, longest: int, seed: int = 0) -> li
     return prompts
 
 
-def start(path: str, tp: int, options: dict[str, Any], **more: Any) -> LLM:
+@contextmanager
+def started(path: str, tp: int, pp: int, options: dict[str, Any]) -> Iterator[LLM]:
+    """An engine over tp x pp workers."""
     defaults = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256, "kv_cache_memory_bytes": 2**27}
-    return LLM(path, tensor_parallel_size=tp, block_size=BLOCK, **(defaults | options | more))
+    split = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    with LLM(path, block_size=BLOCK, **(split | defaults | options)) as llm:
+        assert len(llm.collective_rpc("check_health")) == tp * pp
+        yield llm
 
 
 def tokens_of(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[list[int]]:
@@ -136,14 +151,14 @@ def size_of(model: str) -> tuple[int, int, int]:
     return (32, 60, 12) if model == "default" else (32, 100, 40)
 
 
-@pytest.mark.parametrize(("model", "tp", "options"), cells())
-def test_greedy(models: Models, model: str, tp: int, options: str) -> None:
+@pytest.mark.parametrize(("model", "tp", "pp", "options"), cells())
+def test_greedy(models: Models, model: str, tp: int, pp: int, options: str) -> None:
     path, reference = models.get(model)
     count, longest, most = size_of(model)
     prompts = make_prompts(reference.config.vocab_size, count, longest)
     params = [SamplingParams(temperature=0, max_tokens=most - i % 9, ignore_eos=True) for i in range(count)]
     tally = Tally()
-    with start(path, tp, OPTIONS[options]) as llm:
+    with started(path, tp, pp, OPTIONS[options]) as llm:
         for i, got in enumerate(tokens_of(llm, prompts, params)):
             assert len(got) == params[i].max_tokens
             tally.add(compare_greedy(reference, prompts[i], got), f"together {i}")
@@ -170,6 +185,9 @@ SAMPLED = [
 ]
 
 
+SAMPLED_SPLITS = {"plain": [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)], "tight": [(2, 1), (1, 2)]}
+
+
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -178,25 +196,26 @@ SAMPLED = [
         )
         for m in MODELS
         for o in ("plain", "tight")
+        if o == "tight" or m in ALL_OPTIONS
     ],
 )
 def test_sampled(models: Models, model: str, options: str) -> None:
-    """The same seed gives the same tokens at TP 1, 2, 3: each is compared with the rule over the reference's logits."""
+    """The same seed gives the same tokens at any TP x PP: all are compared with the rule over the reference's logits."""
     path, reference = models.get(model)
     count, longest, most = size_of(model)
     count //= 2
     prompts = make_prompts(reference.config.vocab_size, count, longest, seed=1)
     params = [SamplingParams(seed=1000 + i, max_tokens=most, ignore_eos=True, **SAMPLED[i % 4]) for i in range(count)]
     tally = Tally()
-    for tp in (1, 2, 3):
-        with start(path, tp, OPTIONS[options]) as llm:
+    for tp, pp in SAMPLED_SPLITS[options]:
+        with started(path, tp, pp, OPTIONS[options]) as llm:
             got = tokens_of(llm, prompts, params)
             preemptions = llm.stats().preemptions
         assert preemptions > 0 or options == "plain" or model == "default"
         for i, tokens in enumerate(got):
             p = params[i]
             rule = SlotSampling(temperature=p.temperature, top_p=p.top_p, top_k=p.top_k, seed=p.seed or 0)
-            tally.add(compare_sampled(reference, prompts[i], tokens, rule), f"TP {tp}, {i}")
+            tally.add(compare_sampled(reference, prompts[i], tokens, rule), f"TP {tp}, PP {pp}, {i}")
     count_in(tally)
 
 
