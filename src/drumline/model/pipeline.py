@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -75,6 +75,9 @@ class Stage:
 
     def expect(self, step: int, slots: Ints, lives: npt.NDArray[np.int64], places: Ints) -> None:
         """The last stage will sample a token for each of these slots [S], whose places in the slots are given."""
+
+    def forget(self) -> None:
+        """All slots are empty from now on; what is on its way is nobody's."""
 
 
 class _Receiving(Stage):
@@ -151,6 +154,10 @@ class FirstStage(Stage):
     def expect(self, step: int, slots: Ints, lives: npt.NDArray[np.int64], places: Ints) -> None:
         """Remember what is to come."""
         self._expected.append(_Expected(step, slots, lives, places))
+
+    def forget(self) -> None:
+        """Messages still come, but no slot has lived then."""
+        self._expected = deque(replace(one, lives=np.full_like(one.lives, -1)) for one in self._expected)
 
 
 def steps_unread(in_flight: int) -> int:

@@ -80,6 +80,7 @@ class ModelRunner:
         """Take a KV cache into use; all slots are empty then."""
         self._cache = cache
         self._unsampled.clear()
+        self._stage.forget()
         self.slots = SlotTable(
             self._max_model_len,
             cache.block_size,
