@@ -1,0 +1,82 @@
+"""What each process of a tree holds, and whether that is flat.
+
+**Flat** means, for the state at rest (no request anywhere, all clients gone) after each of about 20 equal portions of the
+load, the first quarter being warm-up:
+
+- descriptors and threads of each process: never more than after the warm-up;
+- memory of each process: the trend over the second half of the portions, the median of the slopes between all pairs
+  (Theil and Sen), gives a growth in that half of less than ``BYTES_PER_REQUEST`` for each request of it, or ``SLACK``
+  where that is more, since an allocator's heap moves in steps.
+
+Memory is what the process has made itself (RssAnon and RssShmem). Pss was tried: its share of libraries' pages goes up
+by megabytes when some other program that maps them ends.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+
+BYTES_PER_REQUEST = 100
+SLACK = 2 << 20
+WARM_UP = 0.25
+
+
+@dataclass
+class Process:
+    """One process, and what it held after each portion."""
+
+    name: str
+    pid: int
+    memory: list[int] = field(default_factory=list)
+    """Bytes that are no file's."""
+    descriptors: list[int] = field(default_factory=list)
+    threads: list[int] = field(default_factory=list)
+
+    def look(self) -> tuple[int, int]:
+        """Descriptors and threads of now."""
+        base = Path(f"/proc/{self.pid}")
+        return len(list((base / "fd").iterdir())), len(list((base / "task").iterdir()))
+
+    def sample(self) -> None:
+        """Note what it holds now."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        self.memory.append(
+            sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+        )
+        descriptors, threads = self.look()
+        self.descriptors.append(descriptors)
+        self.threads.append(threads)
+
+    def growth(self) -> float:
+        """Bytes that the trend adds in the second half."""
+        half = self.memory[len(self.memory) // 2 :]
+        slopes = [(b - a) / (j - i) for (i, a), (j, b) in combinations(enumerate(half), 2)]
+        return statistics.median(slopes) * (len(half) - 1)
+
+    def faults(self, requests: int) -> list[str]:
+        """What is not flat. ``requests``: of the second half."""
+        warm = max(int(len(self.memory) * WARM_UP), 1)
+        found = []
+        for name, values in (("descriptors", self.descriptors), ("threads", self.threads)):
+            if max(values[warm:]) > max(values[:warm]):
+                found.append(f"{self.name}: {name} {values}")
+        if self.growth() > max(SLACK, BYTES_PER_REQUEST * requests):
+            found.append(f"{self.name}: memory grew by {self.growth() / 2**20:.1f} MiB in {requests} requests")
+        return found
+
+    def row(self) -> str:
+        """A line of the table."""
+        first, warm, last = (self.memory[i] / 2**20 for i in (0, int(len(self.memory) * WARM_UP), -1))
+        return (
+            f"{self.name:18} {first:8.1f} {warm:8.1f} {last:8.1f} {self.growth() / 2**10:+9.0f} "
+            f"{self.descriptors[0]:5} {self.descriptors[-1]:5} {self.threads[0]:5} {self.threads[-1]:5}"
+        )
+
+
+HEAD = (
+    f"{'process':18} {'first':>8} {'warm':>8} {'last':>8} {'growth':>9} {'fds':>11} {'threads':>11}\n"
+    f"{'':18} {'MiB at rest':>26} {'KiB, half':>9} {'first last':>11} {'first last':>11}"
+)
