@@ -1,7 +1,7 @@
 """What each process of a tree holds, and whether that is flat.
 
-**Flat** means, for the state at rest (no request anywhere, all clients gone) after each of about 20 equal portions of the
-load, the first quarter being warm-up:
+**Flat** means, for the state at rest (no request anywhere, all clients gone) after each of about 20 equal portions of
+the load, the first quarter being warm-up:
 
 - descriptors and threads of each process: never more than after the warm-up;
 - memory of each process: the trend over the second half of the portions, the median of the slopes between all pairs
