@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 TORCH_VERSION := 2.13.0
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: help serve install dev test check matrix chaos bench wheel clean
+.PHONY: help serve install dev test check matrix chaos soak bench wheel clean
 
 help:
 	@echo 'make serve    set up .venv and serve the default model with two workers on port 8000'
@@ -27,6 +27,7 @@ help:
 	@echo 'make check    ruff, mypy and the import rules'
 	@echo 'make matrix   token equality, every model shape x TP x option (long)'
 	@echo 'make chaos    every process killed in every phase of its life (minutes)'
+	@echo 'make soak     50,000 random requests with aborts; memory, descriptors, threads stay flat (minutes)'
 	@echo 'make bench    benchmarks (see bench/README.md)'
 	@echo 'make wheel    build dist/*.whl'
 	@echo 'make clean    remove .venv and build products'
@@ -60,13 +61,16 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@touch $@ $(VENV)/.installed
 
 test: dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -m 'not matrix and not chaos and not bench' $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -m 'not matrix and not chaos and not bench and not soak' $(PYTEST_ARGS)
 
 matrix: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m matrix $(PYTEST_ARGS)
 
 chaos: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
+
+soak: dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak -m soak $(PYTEST_ARGS)
 
 check: dev
 	$(BIN)/ruff check src tests bench examples
