@@ -172,11 +172,20 @@ def main() -> None:
         parser.error("--vllm is needed, or --systems drumline")
     work = Path(tempfile.mkdtemp(prefix="drumline-serve-load-"))
     args.logs = work
-    args.model = args.model or str(tiny_llama.make(work / "llama5m"))
-    about = about_machine()
-    print(f"{about}; {args.model}", flush=True)
-    with ended_by_sigterm():
-        results = {tp: compare(tp, args) for tp in args.tp}
+    try:
+        args.model = args.model or str(tiny_llama.make(work / "llama5m"))
+        about = about_machine()
+        print(f"{about}; {args.model}", flush=True)
+        with ended_by_sigterm():
+            results = {tp: compare(tp, args) for tp in args.tp}
+    except SystemExit as e:
+        if isinstance(e.code, str):  # the logs tell why
+            raise
+        shutil.rmtree(work)
+        raise
+    except KeyboardInterrupt:
+        shutil.rmtree(work)
+        raise
     text, rows = table(results, args)
     every = [cell for found in results.values() for cells in found.values() for many in cells.values() for cell in many]
     busy = statistics.median(cell["foreign_cores"] for cell in every)

@@ -80,10 +80,14 @@ def about_machine() -> str:
     """What figures should be quoted with."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     names = [line.partition(": ")[2] for line in info.splitlines() if line.startswith("model name")]
-    return (
-        f"{len(os.sched_getaffinity(0))} cores ({names[0] if names else platform.processor()}), load "
-        f"{os.getloadavg()[0]:.1f}, {platform.system()} {platform.release()}, Python {platform.python_version()}, torch "
-        f"{version('torch')}, transformers {version('transformers')}"
+    return ", ".join(
+        [
+            f"{len(os.sched_getaffinity(0))} cores ({names[0] if names else platform.processor()})",
+            f"load {os.getloadavg()[0]:.1f}",
+            f"{platform.system()} {platform.release()}",
+            f"Python {platform.python_version()}",
+            *(f"{name} {version(name)}" for name in ("torch", "transformers")),
+        ]
     )
 
 
@@ -161,19 +165,29 @@ class Server:
                     if path[1] and not path[2].endswith("(deleted)"):
                         self._shared.add(Path("/dev/shm") / path[2])
 
+    def _session(self) -> list[psutil.Process]:
+        """All that live of what the server started, orphans too: it began a session of its own."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
     def end(self) -> None:
         """Ask, wait, kill, clean up."""
-        family = tree(self.process.pid)
         if self.process.poll() is None:
             self._note_shared_memory()
             self.process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(15)
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        deadline = time.monotonic() + 10
+        while (left := self._session()) and time.monotonic() < deadline:
+            for process in left:  # some may be starting others
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=1)
         self.process.wait()
-        psutil.wait_procs(family, timeout=10)
         shutil.rmtree(self._folder, ignore_errors=True)
         for path in self._shared:
             path.unlink(missing_ok=True)
