@@ -29,20 +29,24 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Browser]:
     found = next(filter(None, map(shutil.which, NAMES)), None)
-    # Chromium leaves marks in its home and its temporary folder.
+    # Chromium and its driver leave marks in their home and their temporary folder.
     home = str(tmp_path_factory.mktemp("chromium"))
-    env = {**os.environ, "HOME": home, "TMPDIR": home, "XDG_CONFIG_HOME": home, "XDG_CACHE_HOME": home}
-    async with async_playwright() as playwright:
-        try:
-            started = await playwright.chromium.launch(executable_path=found, args=FLAGS, env=env)
-        except Error as error:
-            if os.environ.get("DRUMLINE_BROWSER") == "required":
-                raise
-            pytest.skip(f"NO CHROMIUM, THE PAGES ARE NOT TESTED: {str(error).splitlines()[0]}")
+    env = {name: home for name in ("HOME", "TMPDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", home)
+        playwright = await async_playwright().start()
+    try:
+        started = await playwright.chromium.launch(executable_path=found, args=FLAGS, env={**os.environ, **env})
         try:
             yield started
         finally:
             await started.close()
+    except Error as error:
+        if os.environ.get("DRUMLINE_BROWSER") == "required":
+            raise
+        pytest.skip(f"NO CHROMIUM, THE PAGES ARE NOT TESTED: {str(error).splitlines()[0]}")
+    finally:
+        await playwright.stop()
 
 
 def _is_ours(text: str) -> bool:
@@ -126,12 +130,14 @@ async def test_models_and_settings(browser: Browser, folder: Path) -> None:
 
 async def test_stop_frees_the_request(browser: Browser, folder: Path) -> None:
     async with served(folder) as server, shown(browser, server) as page:
-        server.engine.pause_s = 0.01
+        server.engine.pause_s = 0.05
         await ask(page, "hello")
         await expect(page.locator(".assistant p").first).to_have_text(re.compile(".{4}", re.DOTALL))
+        server.engine.gate.clear()
         await page.click("#stop")
         await expect(page.locator(".assistant .meta")).to_have_text(re.compile("tokens · stopped$"))
         await server.engine.until(0)
+        server.engine.gate.set()
         # it goes on after that
         say(server, folder, "fine")
         await ask(page, "again")
@@ -142,7 +148,7 @@ async def test_errors_are_shown(browser: Browser, folder: Path) -> None:
     async with served(folder) as server, shown(browser, server) as page:
         await ask(page, "word " * 400)
         await expect(page.locator(".error")).to_contain_text("at most 256 tokens")
-        server.engine.pause_s = 0.01
+        server.engine.pause_s = 0.05
         await ask(page, "hello")
         await expect(page.locator(".assistant").nth(1).locator("p").first).not_to_be_empty()
         server.engine.die()
