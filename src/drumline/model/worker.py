@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ from drumline.platforms import host
 from drumline.platforms.resolve import resolve_platform
 from drumline.processes.titles import worker_name
 from drumline.worker.protocol import WorkerContext
+
+log = logging.getLogger(__name__)
 
 CPU_KV_SHARE = 0.25
 """Share of the host's available memory that the KV pools of one machine's workers take at most, unless told."""
@@ -88,6 +91,9 @@ class ModelWorker:
         groups = self._groups()
         group, pipeline = groups.tp, groups.pp
         model = self.config.model
+        if pipeline.size > 1:
+            stage, last = pipeline.rank_in_group, self.layers.stop - 1
+            log.info("pipeline stage %d of %d: layers %d to %d", stage, pipeline.size, self.layers.start, last)
         self.model = load_model(
             self.spec,
             model.path,
