@@ -19,6 +19,7 @@ without the engine (tests/model/test_worker_ranks.py).
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from drumline import LLM, SamplingParams
@@ -137,7 +139,8 @@ def started(path: str, tp: int, pp: int, options: dict[str, Any]) -> Iterator[LL
     defaults = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 256, "kv_cache_memory_bytes": 2**27}
     split = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     with LLM(path, block_size=BLOCK, **(split | defaults | options)) as llm:
-        assert len(llm.collective_rpc("check_health")) == tp * pp
+        versions = llm.collective_rpc(lambda worker: importlib.import_module("transformers").__version__)
+        assert versions == [transformers.__version__] * (tp * pp)
         yield llm
 
 
@@ -200,7 +203,7 @@ SAMPLED_SPLITS = {"plain": [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)], "tight": [(
     ],
 )
 def test_sampled(models: Models, model: str, options: str) -> None:
-    """The same seed gives the same tokens at any TP x PP: all are compared with the rule over the reference's logits."""
+    """The same seed gives the same tokens at any TP x PP: compared with the rule over the reference's logits."""
     path, reference = models.get(model)
     count, longest, most = size_of(model)
     count //= 2
