@@ -49,17 +49,17 @@ METRICS = {
 Cell = dict[str, Any]
 
 
-def load(url: str, streams: int, requests: int, seed: int, args: argparse.Namespace) -> Cell:
+def load(url: str, streams: int, requests: int, output_len: int, seed: int, args: argparse.Namespace) -> Cell:
     """One run of the client."""
     command = [sys.executable, "-m", "drumline", "bench", "serve", url, "--model", MODEL_NAME, "--ignore-eos"]
     command += ["--num-prompts", str(requests), "--max-concurrency", str(streams), "--count-by", "ids", "--quiet"]
-    command += ["--random-input-len", str(args.input_len), "--random-output-len", str(args.output_len)]
+    command += ["--random-input-len", str(args.input_len), "--random-output-len", str(output_len)]
     command += ["--seed", str(seed), "--warmup", "0", "--output-json", "-", "--tokenizer", args.model]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"the client failed:\n{done.stderr}")
     found: Cell = json.loads(done.stdout)
-    assert found["total_output_tokens"] == requests * args.output_len, found
+    assert found["total_output_tokens"] == requests * output_len, found
     return found
 
 
@@ -77,7 +77,7 @@ def serving(system: str, dtype: str, tp: int, args: argparse.Namespace) -> Itera
 
 def ready(server: Server, args: argparse.Namespace) -> None:
     said = server.wait_ready()
-    load(server.url, max(args.streams), max(args.streams), 10_000, args)  # the warm-up
+    load(server.url, max(args.streams), max(args.streams), 8, 10_000, args)  # the warm-up
     print(f"{server.name}: ready after {said:.1f} s", file=sys.stderr, flush=True)
 
 
@@ -110,7 +110,7 @@ def measure(
 ) -> None:
     requests = streams * (args.waves if streams == 1 else 1)
     foreign = ForeignLoad(alive)
-    cell = load(server.url, streams, requests, 100 * turn + streams, args)
+    cell = load(server.url, streams, requests, args.output_len, 100 * turn + streams, args)
     cell["foreign_cores"] = foreign.cores()
     name = server.name.rpartition("-tp")[0]
     found.setdefault(name, {}).setdefault(streams, []).append(cell)

@@ -155,6 +155,16 @@ async def sends(server: RawServer, client: Client, count: int) -> list[Exchange]
     return await asyncio.gather(*(client.send(client.render("POST", "/x", b"{}")) for _ in range(count)))
 
 
+async def test_a_name_is_looked_up_once_and_the_address_that_works_is_kept() -> None:
+    async with raw_server(says(whole(STREAM))) as server:
+        url = f"http://localhost:{server.port}"
+        async with Client(url) as client:
+            assert [exchange.error for exchange in await sends(server, client, 4)] == [""] * 4
+            assert client._addresses[0] == "127.0.0.1"
+    async with Client("http://no.such.host.invalid:1") as client:
+        assert (await client.get("/")).error == http.CONNECTION
+
+
 async def test_connections_are_used_again() -> None:
     async with raw_server(says(whole(STREAM))) as server, Client(server.url) as client:
         for _ in range(5):

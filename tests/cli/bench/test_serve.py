@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pty
 import re
 import signal
 import sys
@@ -295,6 +296,26 @@ async def test_an_interrupt_reports_what_there_is(number: int, tmp_path: Path) -
     found = json.loads(place.read_text())
     assert found["completed"] == 4
     assert found["unfinished"] == 3
+
+
+async def test_a_bar_on_a_terminal() -> None:
+    async with raw_server(streams(4, pause_s=0.2)) as server:
+        main, side = pty.openpty()
+        argv = f"{server.url} --num-prompts 5 --max-concurrency 1 --random-output-len 4 --warmup 0".split()
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, *argv, stdout=asyncio.subprocess.PIPE, stderr=side, env={**os.environ, "TERM": "xterm"}
+        )
+        os.close(side)
+        try:
+            async with asyncio.timeout(30):
+                out, _ = await process.communicate()
+            shown = os.read(main, 1 << 16).decode()
+        finally:
+            os.close(main)
+    assert process.returncode == 0
+    assert b"5 done, 0 failed" in out
+    assert "1 running" in shown
+    assert re.search(r"[1-5]/5", shown)
 
 
 async def test_many_requests_at_once(run: Bench) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import Mapping
 from time import perf_counter
@@ -184,6 +185,8 @@ class Client:
                 raise AddressError(f"header {name!r} has characters that a header cannot have")
         self._head = "".join(f"{name}: {value}\r\n" for name, value in lines.items()).encode()
         self._silence_s = silence_s
+        self._addresses: list[str] = []
+        """Of the host, the one that works first; looked up once, not for each connection."""
         self._idle: list[_Connection] = []
         self._all: set[_Connection] = set()
         self._watch: asyncio.Task[None] | None = None
@@ -238,12 +241,9 @@ class Client:
             exchange.done = asyncio.get_running_loop().create_future()
 
     async def _connect(self, exchange: Exchange) -> _Connection | None:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_S):
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(self), self._host, self._port, ssl=self._tls
-                )
+                connection = await self._first_that_connects()
         except TimeoutError:
             exchange.end(TIMEOUT, f"no connection after {CONNECT_S:g} s")
         except OSError as e:
@@ -252,6 +252,29 @@ class Client:
             self._all.add(connection)
             return connection
         return None
+
+    async def _first_that_connects(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        if not self._addresses:
+            found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            self._addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+        failure: OSError = OSError(f"{self._host} has no address")
+        for address in list(self._addresses):
+            try:
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self),
+                    address,
+                    self._port,
+                    ssl=self._tls,
+                    server_hostname=self._host if self._tls else None,
+                )
+            except OSError as e:
+                failure = e
+                continue
+            if address != self._addresses[0]:
+                self._addresses.sort(key=address.__ne__)
+            return connection
+        raise failure
 
     def released(self, connection: _Connection, *, reuse: bool) -> None:
         """An answer is over."""

@@ -71,6 +71,7 @@ class Load:
         self._tasks: set[asyncio.Task[None]] = set()
         self.progress = Progress(len(jobs))
         self._run = Run()
+        self._bug: BaseException | None = None
 
     async def run(self) -> Run:
         """Run it to its end, then read what came; cancelled, it ends early, with ``interrupted`` set."""
@@ -84,6 +85,8 @@ class Load:
                 await self._pace()
                 while self._tasks:
                     await asyncio.wait(self._tasks)
+                if self._bug is not None:
+                    raise self._bug
             except asyncio.CancelledError:
                 self._run.interrupted = True
                 self._run.unfinished = len(self._tasks)
@@ -112,8 +115,8 @@ class Load:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._room.release()
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error  # a bug of ours: the loop reports it
+        if not task.cancelled() and task.exception() is not None:
+            self._bug = task.exception()
 
     async def _one(self, index: int, job: Job, due: float) -> None:
         self.progress.running += 1
