@@ -74,6 +74,9 @@ class EngineProcess:
         # what was made so far lives as long as the process: collections need not look at it again
         gc.collect()
         gc.freeze()
+        # A step of 256 rows makes 512 outputs and frees them: with Python's own thresholds that alone is a collection
+        # every other step. Nothing in a step makes cycles.
+        gc.set_threshold(20_000, 20, 20)
         self._child.ready(msgspec.msgpack.encode(info))
         try:
             core.run()
