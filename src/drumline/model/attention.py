@@ -4,7 +4,8 @@ Flow of one layer (all rows of a step are packed in one sequence of T tokens)::
 
     q [1, Hq, T, D], k, v [1, Hkv, T, D]   after rotary embedding, from the model's attention module
       |  write: k, v of token t go to block write_blocks[t], place write_offsets[t] of this layer's cache
-      |  rows with one token: gather their blocks, one SDPA over all of a group (query heads packed as query rows)
+      |  rows that decode: one SDPA over the copies of neighbouring rows (``model.rows``), on the CPU
+      |  other rows with one token: gather their blocks, one SDPA over all of a group (query heads packed as query rows)
       |  rows with more: one SDPA a row (over its own k, v if nothing came before, else over gathered blocks)
       v
     out [1, T, Hq, D]
@@ -29,6 +30,7 @@ one KV head always are consecutive, and every rank has a whole multiple of its K
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,6 +42,8 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from drumline.model.rows import RowCopies
+
 NAME = "drumline"
 """Name of this attention implementation in transformers."""
 
@@ -48,6 +52,14 @@ QUERY_ROWS = 256
 
 MAX_GATHER_BYTES = 64 << 20
 """Most bytes of keys that a group of decode rows gathers at once."""
+
+COPIES_SHARE = 0.25
+"""Memory of the copies of decoding rows, as a share of the cache's, at most."""
+
+PADDING = 64
+"""Tokens of padding a row that cost less than another call."""
+
+log = logging.getLogger(__name__)
 
 Ints = npt.NDArray[np.int32]
 
@@ -80,8 +92,20 @@ class KVCache:
         self.data = (
             _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         )
+        self.layers = list(self.data)
         self.keys = [layer[0] for layer in self.data]
         self.values = [layer[1] for layer in self.data]
+        self.copies: RowCopies | None = None
+        """Copies of decoding rows (:meth:`keep_copies`)."""
+
+    def keep_copies(self, num_rows: int, max_tokens: int, share: float = COPIES_SHARE) -> None:
+        """Keep decoding rows in one piece each as well, in memory of at most this share of the cache's. CPU only."""
+        if self.data.device.type != "cpu" or not self.data.numel():
+            return
+        try:
+            self.copies = RowCopies(self.data, num_rows, max_tokens, int(share * self.data.nbytes))
+        except OSError as error:
+            log.info("Decoding rows are gathered in each step: no address space for copies of them (%s)", error)
 
     def clear(self, blocks: torch.Tensor) -> None:
         """Zero newly given blocks: masked places are added to and multiplied too, so no inf or NaN may stay there."""
@@ -114,6 +138,19 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True)
+class PlacedGroup:
+    """Rows with one query each, of similar length, in neighbouring places of the copies (``model.rows``)."""
+
+    tokens: torch.Tensor | None
+    """[B] places in the packed sequence; None if the step is just these rows, in order."""
+    places: slice
+    keys: slice
+    """Tokens that are looked at: from the first that a window reaches to the longest row's own."""
+    mask: torch.Tensor | None
+    """[B, 1, 1, keys] as in :class:`DecodeGroup`."""
+
+
+@dataclass(frozen=True)
 class PrefillRow:
     """A row with several queries."""
 
@@ -133,6 +170,7 @@ class PrefillRow:
 class WindowView:
     """A step as layers with one reach see it: what to gather and what to mask."""
 
+    placed: list[PlacedGroup] = field(default_factory=list)
     decodes: list[DecodeGroup] = field(default_factory=list)
     prefills: list[PrefillRow] = field(default_factory=list)
     window: int | None = None
@@ -169,6 +207,11 @@ class AttentionBatch:
     """[T] block of each token."""
     write_offsets: torch.Tensor | None = None
     """[T] place in that block."""
+    copies: RowCopies | None = None
+    places: npt.NDArray[np.int64] | None = None
+    """[B] place of each row in the copies; -1: none."""
+    write_places: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor] | None = None
+    """Of tokens that go to the copies: which (None: all), place, position."""
     _views: dict[int | None, WindowView] = field(default_factory=dict)
 
     def view(self, window: int | None) -> WindowView:
@@ -187,13 +230,21 @@ def make_batch(
     num_computed: Ints,
     num_tokens: Ints,
     device: torch.device,
+    decoding: tuple[Ints, npt.NDArray[np.int64], npt.NDArray[np.bool_]] | None = None,
 ) -> AttentionBatch:
-    """The attention side of a step. ``tables`` [B, N] block ids; the tokens of row b begin at ``num_computed[b]``."""
+    """The attention side of a step. ``tables`` [B, N] block ids; the tokens of row b begin at ``num_computed[b]``.
+
+    ``decoding``: slots of the rows [B], lives of all slots, and which rows [B] continue what earlier steps computed.
+    These get places in the cache's copies.
+    """
     size = cache.block_size
-    starts = np.cumsum(num_tokens) - num_tokens
-    rows = np.repeat(np.arange(len(num_tokens)), num_tokens)
-    positions = np.arange(len(rows)) - starts[rows] + num_computed[rows]
-    return AttentionBatch(
+    if len(num_tokens) and int(num_tokens.max()) == 1:
+        rows, positions = np.arange(len(num_tokens)), num_computed
+    else:
+        starts = np.cumsum(num_tokens) - num_tokens
+        rows = np.repeat(np.arange(len(num_tokens)), num_tokens)
+        positions = np.arange(len(rows)) - starts[rows] + num_computed[rows]
+    batch = AttentionBatch(
         cache=cache,
         tables=tables,
         num_computed=num_computed,
@@ -203,6 +254,33 @@ def make_batch(
         write_blocks=_tensor(tables[rows, positions // size], device),
         write_offsets=_tensor(positions % size, device),
     )
+    if decoding is not None and cache.copies is not None:
+        _place_rows(batch, cache.copies, *decoding)
+    return batch
+
+
+def _place_rows(
+    batch: AttentionBatch,
+    copies: RowCopies,
+    slots: Ints,
+    lives: npt.NDArray[np.int64],
+    continues: npt.NDArray[np.bool_],
+) -> None:
+    rows = np.flatnonzero(continues & (batch.num_tokens == 1))
+    if not len(rows):
+        return
+    computed = batch.num_computed[rows]
+    found = copies.places(slots[rows], lives, batch.tables[rows], computed)
+    held = found >= 0
+    if not held.any():
+        return
+    batch.copies = copies
+    batch.places = np.full(len(batch.num_tokens), -1, dtype=np.int64)
+    batch.places[rows] = found
+    tokens = None
+    if len(rows) != len(batch.num_tokens) or not held.all():
+        tokens = _tensor((np.cumsum(batch.num_tokens) - 1)[rows[held]], batch.device)
+    batch.write_places = tokens, _tensor(found[held], batch.device), _tensor(computed[held], batch.device)
 
 
 def dummy_batch(num_tokens: int, dtype: torch.dtype = torch.float32, device: torch.device = _CPU) -> AttentionBatch:
@@ -221,9 +299,14 @@ def _make_view(batch: AttentionBatch, window: int | None) -> WindowView:
     if batch.cache is None:
         single = np.zeros_like(single)
     else:
+        gathered = single
+        if batch.places is not None:
+            gathered = single & (batch.places < 0)
+            for rows in _neighbours(np.flatnonzero(batch.places >= 0), batch.places, lengths - firsts):
+                view.placed.append(_placed_group(batch, rows, starts, firsts))
         size = batch.cache.block_size
         num_blocks = -(-lengths // size) - firsts // size
-        for rows in _group_by_length(np.flatnonzero(single), num_blocks, batch.cache.block_bytes):
+        for rows in _group_by_length(np.flatnonzero(gathered), num_blocks, batch.cache.block_bytes):
             view.decodes.append(_decode_group(batch, rows, starts, firsts))
     for row in np.flatnonzero(~single):
         view.prefills.append(_prefill_row(batch, int(row), int(starts[row]), int(firsts[row])))
@@ -259,6 +342,60 @@ def _group_by_length(rows: npt.NDArray[np.int64], num_blocks: Ints, block_bytes:
     return groups
 
 
+def _neighbours(
+    rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64], lengths: Ints
+) -> list[npt.NDArray[np.int64]]:
+    """Rows in the order of their places, cut where places are not neighbours or padding would cost more than a cut."""
+    order = rows[np.argsort(places[rows])] if len(rows) > 1 else rows
+    where, sizes = places[order], lengths[order]
+    if int(where[-1] - where[0]) + 1 == len(order) and _padding_pays(sizes):
+        return [order]
+    groups: list[npt.NDArray[np.int64]] = []
+    first = 0
+    for end in range(1, len(order) + 1):
+        if end == len(order) or where[end] != where[end - 1] + 1 or not _padding_pays(sizes[first : end + 1]):
+            groups.append(order[first:end])
+            first = end
+    return groups
+
+
+def _padding_pays(lengths: Ints) -> bool:
+    """Whether one call over rows of these lengths, all as long as the longest, is cheaper than several."""
+    total = int(lengths.sum())
+    padding = int(lengths.max()) * len(lengths) - total
+    return padding <= max(total // 3, PADDING * len(lengths))
+
+
+def _tokens_of(batch: AttentionBatch, rows: npt.NDArray[np.int64], starts: npt.NDArray[Any]) -> torch.Tensor | None:
+    """Where rows with one token are in the packed sequence; None if they are all of it, in order."""
+    if len(rows) == len(batch.num_tokens) and bool((rows == np.arange(len(rows))).all()):
+        return None
+    return _tensor(starts[rows], batch.device)
+
+
+def _decode_mask(
+    batch: AttentionBatch, ends: npt.NDArray[Any], skipped: npt.NDArray[Any], longest: int
+) -> torch.Tensor | None:
+    """[B, 1, 1, longest]: row b sees keys ``skipped[b] .. ends[b] - 1``; None if all see all."""
+    if not skipped.any() and int(ends.min()) == longest:
+        return None
+    keys = np.arange(longest)
+    seen = torch.from_numpy((keys < ends[:, None]) & (keys >= skipped[:, None]))
+    return _additive(seen, batch.dtype)[:, None, None, :].to(batch.device)
+
+
+def _placed_group(
+    batch: AttentionBatch, rows: npt.NDArray[np.int64], starts: npt.NDArray[Any], firsts: Ints
+) -> PlacedGroup:
+    assert batch.places is not None
+    ends, reached = batch.num_computed[rows] + 1, firsts[rows]
+    first, last = int(reached.min()), int(ends.max())
+    place = int(batch.places[rows[0]])
+    mask = _decode_mask(batch, ends - first, reached - first, last - first)
+    tokens = _tokens_of(batch, rows, starts)
+    return PlacedGroup(tokens, slice(place, place + len(rows)), slice(first, last), mask)
+
+
 def _decode_group(
     batch: AttentionBatch, rows: npt.NDArray[np.int64], starts: npt.NDArray[Any], firsts: Ints
 ) -> DecodeGroup:
@@ -273,15 +410,9 @@ def _decode_group(
     # Padding repeats a row's own first block.
     columns = np.where(nth * size < ends[:, None], nth, 0) + first_blocks[:, None]
     blocks = batch.tables[rows[:, None], columns]
-    mask = None
-    if skipped.any() or int(ends.min()) != longest:
-        places = np.arange(longest)
-        seen = torch.from_numpy((places < ends[:, None]) & (places >= skipped[:, None]))
-        mask = _additive(seen, batch.dtype)[:, None, None, :].to(batch.device)
-    every = len(rows) == len(batch.num_tokens)
-    whole = every and bool((rows == np.arange(len(rows))).all())
-    tokens = None if whole else _tensor(starts[rows], batch.device)
-    return DecodeGroup(tokens, _gather_rows(blocks, batch.cache.num_kv_heads, batch.device), longest, mask)
+    mask = _decode_mask(batch, ends, skipped, longest)
+    gather = _gather_rows(blocks, batch.cache.num_kv_heads, batch.device)
+    return DecodeGroup(_tokens_of(batch, rows, starts), gather, longest, mask)
 
 
 def _prefill_row(batch: AttentionBatch, row: int, start: int, first: int) -> PrefillRow:
@@ -324,16 +455,19 @@ def paged_attention(
     """The attention function that transformers calls; shapes in the module's docstring."""
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    write(ctx, layer, k, v)
+    write(ctx, layer, torch.stack([k, v], 1))
     return attend(ctx, layer, q, k, v, scaling=scaling, window=sliding_window, softcap=softcap)[None], None
 
 
-def write(ctx: AttentionBatch, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Put the step's keys and values [T, Hkv, D] into the cache."""
-    if ctx.cache is not None:
-        places = (ctx.write_blocks, slice(None), ctx.write_offsets)
-        ctx.cache.keys[layer][places] = k
-        ctx.cache.values[layer][places] = v
+def write(ctx: AttentionBatch, layer: int, keys_values: torch.Tensor) -> None:
+    """Put the step's keys and values [T, 2, Hkv, D] into the cache, and into the copies of rows that have one."""
+    if ctx.cache is None:
+        return
+    ctx.cache.layers[layer][:, ctx.write_blocks, :, ctx.write_offsets] = keys_values
+    if ctx.write_places is not None and ctx.copies is not None:
+        tokens, places, positions = ctx.write_places
+        chosen = keys_values if tokens is None else keys_values.index_select(0, tokens)
+        ctx.copies.layers[layer][places, :, :, positions] = chosen
 
 
 def attend(
@@ -352,9 +486,13 @@ def attend(
     ``window``: a query sees so many keys at most, its own included. ``softcap``: scores become cap x tanh(score / cap).
     """
     view = ctx.view(window)
+    if len(view.placed) == 1 and view.placed[0].tokens is None:
+        return _decode_placed(q, ctx, layer, view.placed[0], scaling, softcap)
     if len(view.decodes) == 1 and view.decodes[0].tokens is None:
         return _decode(q, ctx, layer, view.decodes[0], scaling, softcap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for placed in view.placed:
+        out[placed.tokens] = _decode_placed(q[placed.tokens], ctx, layer, placed, scaling, softcap)
     for group in view.decodes:
         out[group.tokens] = _decode(q[group.tokens], ctx, layer, group, scaling, softcap)
     for row in view.prefills:
@@ -376,17 +514,38 @@ def attend(
 def _decode(
     q: torch.Tensor, ctx: AttentionBatch, layer: int, group: DecodeGroup, scaling: float, softcap: float | None
 ) -> torch.Tensor:
-    """[B, Hq, D] queries, one for each row of the group."""
+    """[B, Hq, D] for queries [B, Hq, D], one for each row of the group."""
     assert ctx.cache is not None
-    rows, _, dim = q.shape
-    heads = ctx.cache.num_kv_heads
+    rows = q.shape[0]
     keys = _gathered(ctx.cache.keys[layer], group.gather, rows)[:, :, : group.max_len]
     values = _gathered(ctx.cache.values[layer], group.gather, rows)[:, :, : group.max_len]
-    packed = q.reshape(rows, heads, -1, dim)
+    return _decode_over(q, keys, values, group.mask, scaling, softcap)
+
+
+def _decode_placed(
+    q: torch.Tensor, ctx: AttentionBatch, layer: int, group: PlacedGroup, scaling: float, softcap: float | None
+) -> torch.Tensor:
+    """[B, Hq, D] for queries [B, Hq, D], one for each row of the group."""
+    assert ctx.copies is not None
+    keys, values = ctx.copies.layers[layer][group.places, :, :, group.keys].unbind(1)
+    return _decode_over(q, keys, values, group.mask, scaling, softcap)
+
+
+def _decode_over(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """[B, Hq, D] for queries [B, Hq, D] over [B, Hkv, S, D]; the query heads of a KV head are packed as query rows."""
+    rows, _, dim = q.shape
+    packed = q.reshape(rows, keys.shape[1], -1, dim)
     if softcap is None:
-        out = functional.scaled_dot_product_attention(packed, keys, values, attn_mask=group.mask, scale=scaling)
+        out = functional.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
     else:
-        out = _capped(packed, keys, values, group.mask, scaling, softcap)
+        out = _capped(packed, keys, values, mask, scaling, softcap)
     return out.reshape(rows, -1, dim)
 
 

@@ -150,7 +150,7 @@ class LeanForward:
         if layer.rope is not None:
             _rotate(qkv[:, :rotated], rope[layer.rope], self._complex)
         q, k, v = qkv[:, : self._q_heads], qkv[:, self._q_heads : rotated], qkv[:, rotated:]
-        write(batch, number, k, v)
+        write(batch, number, qkv[:, self._q_heads :].view(tokens, 2, -1, self._head_dim))
         out = attend(batch, number, q, k, v, scaling=layer.scaling, window=layer.window, softcap=layer.softcap)
         return out.view(tokens, -1)
 

@@ -79,6 +79,7 @@ class ModelRunner:
     def set_cache(self, cache: KVCache) -> None:
         """Take a KV cache into use; all slots are empty then."""
         self._cache = cache
+        cache.keep_copies(self._max_num_seqs, self._max_model_len)
         self._unsampled.clear()
         self._stage.forget()
         self.slots = SlotTable(
@@ -142,7 +143,10 @@ class ModelRunner:
             ids = state.tokens[slots[rows], positions]
             width = -(-int((computed + count).max()) // self._cache.block_size)
             tables = state.tables[slots, :width]
-            batch = make_batch(self._cache, tables, computed, count, self._device)
+            continues = ints(plan.token_source) != BY_VALUE
+            batch = make_batch(
+                self._cache, tables, computed, count, self._device, decoding=(slots, state.life, continues)
+            )
             keep = (starts + count - 1)[chosen]
             last = self._tensor(keep if prompt is None else np.concatenate([keep, prompt.places]))
             inputs = self._stage.receive(self._tensor(ids))
