@@ -16,7 +16,7 @@ from drumline.plan.sampling import SlotSampling
 from drumline.plan.step import SlotStart, StepOutput, StepPlan, ints, pack
 from tests.model.conftest import engine_config, start_worker
 from tests.model.driver import Driver, Running, prompts
-from tests.model.equality import Tally, compare_greedy, compare_sampled, reference_logits
+from tests.model.equality import Tally, check_prompt_logprobs, compare_greedy, compare_sampled, reference_logits
 
 Tiny = Callable[[str], tuple[Path, Any]]
 
@@ -147,6 +147,48 @@ def test_logprobs(tiny: Tiny) -> None:
         assert entry.top_ids == top.indices.tolist()
         assert entry.top_logprobs == pytest.approx(top.values.tolist(), abs=1e-4)
     assert all(entry is not None and entry.rank == 1 and entry.top_ids == [] for entry in none.logprobs)
+
+
+@pytest.mark.parametrize("max_chunk", [1, 5, 64])
+def test_log_probabilities_of_prompts(tiny: Tiny, max_chunk: int) -> None:
+    """In chunks of any size, beside others, and again after a preemption."""
+    folder, model = tiny("llama")
+    driver = Driver(start_worker(engine_config(folder)).execute_model, max_chunk=max_chunk, seed=7)
+    kinds = [SlotSampling(prompt_logprobs=count) for count in (0, 3, -1, 1)]
+    requests = [driver.add(prompt, kind, 4) for prompt, kind in zip(prompts(4, 307, 20, seed=6), kinds, strict=True)]
+    requests.append(driver.add([5], SlotSampling(prompt_logprobs=2), 4))
+    driver.step()
+    driver.preempt(requests[1])
+    driver.run()
+    check_greedy(model, requests)
+    for request in requests:
+        check_prompt_logprobs(model, request)
+
+
+def test_everything_that_changes_logits(tiny: Tiny) -> None:
+    """Greedy and sampled, with preemptions, against transformers and the rule in numpy."""
+    folder, model = tiny("llama")
+    driver = Driver(start_worker(engine_config(folder), 200).execute_model, num_blocks=200, max_chunk=9, seed=8)
+    changes: list[dict[str, Any]] = [
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 2.0, "repetition_penalty": 1.2},
+        {"repetition_penalty": 3.0, "logprobs": 1},
+        {"allowed_ids": (3, 4, 5, 6), "bad_words": ((3, 4), (4,), (6, 6, 5))},
+        {"bias_ids": (7, 8), "bias_values": (100.0, 50.0), "min_tokens": 4, "end_ids": (7,)},
+        {"min_p": 0.2, "frequency_penalty": -2.0},
+    ]
+    kinds = [SlotSampling(temperature=warm, seed=3, **change) for change in changes for warm in (0.0, 0.8)]
+    requests = [driver.add(prompt, kind) for prompt, kind in zip(prompts(12, 307, 12), kinds, strict=True)]
+    while driver.running:
+        driver.step()
+        if driver.step_number in (3, 7):
+            driver.preempt(driver.running[0])
+            driver.preempt(driver.running[-1])
+    tally = Tally()
+    for request in requests:
+        tally.add(compare_sampled(model, request.prompt, request.outputs, request.sampling), request.sampling)
+    tally.check()
+    assert requests[8].outputs[:5] == [8, 8, 8, 8, 7]
 
 
 def test_deferred_sampling(tiny: Tiny) -> None:

@@ -10,8 +10,9 @@ float64 for each id of the vocabulary took 0.7 ms a row at 49152 ids; what is he
 token. Let t be the id with the largest s, and B its ``s + noise``. Another id wins only if its noise is at least
 ``B - s``, that is if ``-log(u) <= w`` with ``w = exp(s - B)``; and as ``1 - u <= -log(u)``, only if ``1 - u <= w``. So
 the hash of all ids is compared with a float32 exponential, and the few ids that pass (about e^-noise(t) over the
-probability of t) get their exact float64 value. The comparison has more slack (0.1 %) than float32 has error. Rows are
-computed in blocks that stay in the processor's cache: 32 rows at once take twice as long as one after the other.
+probability of t) get their exact float64 value. If many pass, as in a flat distribution, B is raised to the best of a
+few hundred. The comparison has more slack (0.1 %) than float32 has error. Rows are computed in blocks that stay in the
+processor's cache: 32 rows at once take twice as long as one after the other.
 
 Rejected: noise for the ids above a bound on the largest noise possible, 37.4 (at temperature 1 that is nearly all).
 """
@@ -29,6 +30,9 @@ from drumline.parallel.shards import Range
 
 BLOCK = 1 << 16
 """Logits that one block of rows has at most, unless a single row has more: half a megabyte of hashes."""
+
+MANY = 512
+"""Ids of a row that pass the bound, from which on it is made tighter."""
 
 Floats = npt.NDArray[np.float64]
 Longs = npt.NDArray[np.int64]
@@ -57,11 +61,20 @@ def _splitmix(x: torch.Tensor) -> torch.Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def noise_at(seed: torch.Tensor, output_index: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Noise of ``ids`` [rows or 1, n] int64 for rows of (``seed``, ``output_index``) [rows]: [rows, n] float64."""
-    key = _splitmix(_splitmix(seed) ^ output_index)[:, None]
+def noise_at(seed: Longs, output_index: Longs, ids: Any) -> Any:
+    """Noise of ``ids`` [rows, n] (or [1, n]) int64 for rows of (``seed``, ``output_index``) [rows]: [rows, n] float64.
+
+    ``ids`` are a numpy array or a tensor on any device, and so is what comes.
+    """
+    if isinstance(ids, np.ndarray):
+        return _gumbel(_hashed(ids.astype(np.uint64) ^ _keys(seed, output_index)[:, None]))
+    key = torch.from_numpy(_keys(seed, output_index).astype(np.int64)).to(ids.device)[:, None]
     uniform = (((_splitmix(key ^ ids) >> 11) & ((1 << 53) - 1)).to(torch.float64) + 0.5) * 2.0**-53
     return uniform.log_().neg_().log_().neg_()
+
+
+def _keys(seed: Longs, output_index: Longs) -> npt.NDArray[Any]:
+    return _hashed(_hashed(seed.astype(np.uint64)) ^ output_index.astype(np.uint64))
 
 
 class Noise:
@@ -78,12 +91,9 @@ class Noise:
         ``logits`` [rows, size of the slice] float32, -inf where a token is out of the question. Places count from the
         slice's beginning.
         """
-        device = logits.device
-        columns = (torch.from_numpy(values).to(device) for values in (temperature, seed, output_index))
-        warm, seeds, indices = columns
-        ids = torch.arange(self._ids.start, self._ids.stop, dtype=torch.int64, device=device)[None]
-        scores = noise_at(seeds, indices, ids)
-        scores += logits.to(torch.float64) / warm[:, None]
+        ids = torch.arange(self._ids.start, self._ids.stop, dtype=torch.int64, device=logits.device)[None]
+        scores = noise_at(seed, output_index, ids)
+        scores += logits.to(torch.float64) / torch.from_numpy(temperature).to(logits.device)[:, None]
         values, places = scores.max(dim=1)
         return values, places
 
@@ -105,7 +115,7 @@ class CpuNoise(Noise):
         table, count = logits.numpy(), len(logits)
         values, places = np.empty(count), np.empty(count, dtype=np.int64)
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            keys = _hashed(_hashed(seed.astype(np.uint64)) ^ output_index.astype(np.uint64))
+            keys = _keys(seed, output_index)
             for part in row_blocks(count, table.shape[1]):
                 values[part], places[part] = self._draw(table[part], temperature[part], keys[part])
         return torch.from_numpy(values), torch.from_numpy(places)
@@ -130,12 +140,41 @@ class CpuNoise(Noise):
         np.copyto(left, work.view(np.uint32).reshape(len(logits), -1, 2)[:, :, _UPPER], casting="unsafe")
         passed = left <= bound
         passed[rows, top] = True
-        row, place = np.nonzero(passed)
+        found = np.flatnonzero(passed)
+        if len(found) > MANY * len(rows):
+            found = _narrowed(found, logits, temperature, hashes, left, bound, top)
+        row, place = np.divmod(found, logits.shape[1])
         scores = logits[row, place].astype(np.float64) / temperature[row] + _gumbel(hashes[row, place])
         begins = np.searchsorted(row, rows)
         best = np.maximum.reduceat(scores, begins)
         first = np.where(scores == best[row], place, logits.shape[1] - 1)
         return best, np.minimum.reduceat(first, begins)
+
+
+def _narrowed(
+    found: Longs,
+    logits: npt.NDArray[Any],
+    temperature: Floats,
+    hashes: npt.NDArray[Any],
+    left: npt.NDArray[Any],
+    bound: npt.NDArray[Any],
+    top: Longs,
+) -> Longs:
+    """Those of many ids that passed (a flat distribution) that also pass a bound made of some of them."""
+    width = logits.shape[1]
+    rows = np.arange(len(logits))
+    row, place = np.divmod(found[:: len(found) // (MANY * len(rows)) + 1], width)
+    scores = logits[row, place].astype(np.float64) / temperature[row] + _gumbel(hashes[row, place])
+    before = logits[rows, top].astype(np.float64) / temperature + _gumbel(hashes[rows, top])
+    best = before.copy()
+    np.maximum.at(best, row, scores)
+    tighter = np.exp(before - best).astype(np.float32)
+    row = found // width
+    stays = left.reshape(-1)[found] <= bound.reshape(-1)[found] * tighter[row] + np.float32(1)
+    # The top one of each row stays in any case, so that no row is empty.
+    stays |= found == (rows * width + top)[row]
+    narrowed: Longs = found[stays]
+    return narrowed
 
 
 _UPPER = int(np.array([1], dtype=np.uint64).view(np.uint32)[0])
@@ -151,9 +190,12 @@ def _hash_in_place(x: npt.NDArray[Any], work: npt.NDArray[Any]) -> None:
 
 
 def _hashed(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    x = x.copy()
-    _hash_in_place(x, np.empty_like(x))
-    return x
+    """One round, in new memory."""
+    x = x + _GOLDEN
+    x = (x ^ (x >> _U(30))) * _MIX_1
+    x = (x ^ (x >> _U(27))) * _MIX_2
+    found: npt.NDArray[Any] = x ^ (x >> _U(31))
+    return found
 
 
 def _gumbel(hashes: npt.NDArray[Any]) -> Floats:

@@ -32,15 +32,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from drumline.model.adjust import Adjustments
+from drumline.model.cut import Array, kept_prefix, kept_tokens, library, like, sums_of_weights
 from drumline.model.logprobs import GatherGroup, gathered, merge_top, token_logprobs, top_tokens
-from drumline.model.noise import CpuNoise, Floats, Longs, Noise, noise_at, row_blocks
+from drumline.model.noise import CpuNoise, Floats, Longs, Noise, noise_at
 from drumline.parallel.shards import Range
 from drumline.plan.step import TokenLogprobs
 
@@ -164,28 +164,40 @@ class Sampler:
 
     def _draw_cut(self, logits: torch.Tensor, rows: SamplingRows) -> _Best:
         """The best of rows with min-p, top-k or top-p, decided among the largest logits."""
-        values, places = top_tokens(logits, MOST)
-        names = (places + self.ids.start).double()
-        sums = _sums(logits, values[:, :1].double(), rows)
-        everyone = gathered(self._group, torch.cat([values.double(), names, sums], dim=1))
-        values, names = merge_top(everyone[:, :, :MOST], everyone[:, :, MOST : 2 * MOST], MOST)
-        total = None
-        if not torch.isnan(everyone[:, :, -1]).all():
-            # of exp((logit - largest) / temperature), where each rank has summed with its own largest
-            scale = everyone[:, :, 0] - values[:, 0]
-            total = (everyone[:, :, -1] * (scale / _tensor(rows.temperature, logits)).exp().nan_to_num()).sum(dim=0)
-        complete = self._ranges[-1].stop <= MOST
-        count, undecided = kept_prefix(values, rows, total=total, complete=complete)
+        with np.errstate(invalid="ignore", under="ignore"):
+            values, names, total = self._candidates(logits, rows)
+            count, undecided = kept_prefix(values, rows, total=total, complete=self._ranges[-1].stop <= MOST)
+            width = int(count.max())
+            values, names = values[:, :width], names[:, :width]
+            scores = values / like(rows.temperature, values)[:, None] + noise_at(rows.seed, rows.output_index, names)
         # Only tokens of this slice, so that the all-gather that follows has the last word.
         mine = (names >= self.ids.start) & (names < self.ids.stop)
-        width = int(count.max())
-        mine = mine[:, :width] & (torch.arange(width, device=mine.device) < count[:, None])
-        ids = names[:, :width].long()
-        scores = noise_at(_tensor(rows.seed, logits), _tensor(rows.output_index, logits), ids)
-        scores += values[:, :width] / _tensor(rows.temperature, logits)[:, None]
-        best = scores.masked_fill_(~mine, float("-inf")).max(dim=1)
-        places = (ids.gather(1, best.indices[:, None])[:, 0] - self.ids.start).clamp(0, max(self.ids.size - 1, 0))
-        return _Best(best.values, places, undecided)
+        mine &= like(np.arange(width), values) < count[:, None]
+        best = library(scores).where(mine, scores, float("-inf")).argmax(1)
+        every = like(np.arange(len(rows.seed)), values)
+        values = library(scores).where(mine[every, best], scores[every, best], float("-inf"))
+        places = (names[every, best] - self.ids.start).clip(0, max(self.ids.size - 1, 0))
+        return _Best(*(torch.as_tensor(array) for array in (values, places, undecided)))
+
+    def _candidates(self, logits: torch.Tensor, rows: SamplingRows) -> tuple[Array, Array, Array | None]:
+        """[rows, MOST] largest logits of all ranks, largest first, and their ids; [rows] sums for top-p alone, or None.
+
+        Arrays are as ``model.cut`` has them.
+        """
+        values, places = top_tokens(logits, MOST)
+        names = places + self.ids.start
+        sums = sums_of_weights(logits, values[:, :1], rows)
+        if self._group.size == 1:
+            return values, names, sums[:, 0]
+        both = [torch.as_tensor(array) for array in (values, names, sums)]
+        everyone = gathered(self._group, torch.cat([both[0], both[1].double(), both[2]], dim=1))
+        tops, ids = merge_top(everyone[:, :, :MOST], everyone[:, :, MOST : 2 * MOST], MOST)
+        # of exp((logit - largest) / temperature), where each rank has summed with its own largest
+        scale = (everyone[:, :, 0] - tops[:, 0]) / torch.from_numpy(rows.temperature).to(logits.device)
+        total = (everyone[:, :, -1] * scale.exp().nan_to_num()).sum(dim=0)
+        if logits.device.type == "cpu":
+            return tops.numpy(), ids.long().numpy(), total.numpy()
+        return tops, ids.long(), total
 
     def _draw_sorted(self, logits: torch.Tensor, rows: SamplingRows, at: Longs) -> Ints:
         """Tokens of the rows ``at``, decided over the whole distribution."""
@@ -197,27 +209,18 @@ class Sampler:
 
     def _agreed(self, best: _Best) -> tuple[Ints, Longs]:
         """Ids of the best of all ranks, the lowest id of equal ones; rows that some rank holds for undecided."""
-        ids = best.places + self.ids.start
-        if self._group.size > 1:
-            columns = [best.values.double(), ids.double()]
-            columns.append(torch.zeros_like(columns[0]) if best.undecided is None else best.undecided.double())
-            everyone = gathered(self._group, torch.stack(columns, dim=1))
-            winner = everyone[:, :, 0].argmax(dim=0)  # the first of equal ranks: the one with the lower ids
-            ids = everyone[:, :, 1].gather(0, winner[None])[0]
-            undecided = everyone[:, :, 2].amax(dim=0)
-        elif best.undecided is None:
-            return ids.cpu().numpy().astype(np.int32), _NONE
-        else:
-            undecided = best.undecided
-        both = torch.stack([ids.double(), undecided.double()]).cpu().numpy()
-        return both[0].astype(np.int32), np.flatnonzero(both[1])
+        if self._group.size == 1:
+            ids = best.places.cpu().numpy().astype(np.int32)
+            return ids, _NONE if best.undecided is None else np.flatnonzero(best.undecided.cpu().numpy())
+        columns = [best.values.double(), (best.places + self.ids.start).double()]
+        columns.append(torch.zeros_like(columns[0]) if best.undecided is None else best.undecided.double())
+        everyone = gathered(self._group, torch.stack(columns, dim=1)).cpu().numpy()
+        winner = everyone[:, :, 0].argmax(axis=0)  # the first of equal ranks: the one with the lower ids
+        tokens = everyone[winner, np.arange(len(winner)), 1]
+        return tokens.astype(np.int32), np.flatnonzero(everyone[:, :, 2].any(axis=0))
 
 
 _NONE: Longs = np.zeros(0, dtype=np.int64)
-
-
-def _tensor(values: npt.NDArray[Any], like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(values).to(like.device)
 
 
 def _largest(logits: torch.Tensor) -> _Best:
@@ -228,78 +231,3 @@ def _largest(logits: torch.Tensor) -> _Best:
     table = logits.numpy()
     found = table.argmax(axis=1)
     return _Best(torch.from_numpy(table[np.arange(len(table)), found]), torch.from_numpy(found))
-
-
-def _sums(logits: torch.Tensor, largest: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """[rows, 1] sums of exp((logit - largest) / temperature) of this slice; nan if no row needs any.
-
-    Only top-p alone does: what min-p or top-k leave is among the largest.
-    """
-    needed = (rows.top_p < 1) & (rows.top_k == 0) & (rows.min_p == 0)
-    if not needed.any():
-        return torch.full_like(largest, float("nan"))
-    shift = torch.where(torch.isfinite(largest), largest, 0.0)
-    if logits.device.type != "cpu":
-        scaled = (logits - shift.float()) / _tensor(rows.temperature, logits).float()[:, None]
-        return scaled.exp().sum(dim=1, keepdim=True, dtype=torch.float64)
-    table, shifts = logits.numpy(), shift.numpy().astype(np.float32)
-    inverse = (1 / rows.temperature).astype(np.float32)[:, None]
-    sums = np.zeros((len(table), 1))
-    with np.errstate(invalid="ignore", under="ignore"):
-        for part in row_blocks(*table.shape):
-            weights = np.exp((table[part] - shifts[part]) * inverse[part])
-            sums[part] = weights.sum(axis=1, keepdims=True, dtype=np.float64)
-    return torch.from_numpy(sums)
-
-
-# --- min-p, top-k and top-p ------------------------------------------------------------------------------------------
-
-
-def kept_prefix(
-    values: torch.Tensor, rows: SamplingRows, *, total: torch.Tensor | None, complete: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many of each row's largest logits stay, and whether that is undecided.
-
-    ``values`` [rows, n] float64, largest first: all logits if ``complete``, else the n largest. ``total`` [rows]: the
-    sum of exp((logit - largest) / temperature) over all logits, for rows with top-p alone; None: over ``values``.
-    """
-    temperature, top_p, min_p = (
-        _tensor(column, values)[:, None] for column in (rows.temperature, rows.top_p, rows.min_p)
-    )
-    top_k = _tensor(rows.top_k, values).long()[:, None]
-    width = values.shape[1]
-    largest = values[:, :1]
-    shift = torch.where(torch.isfinite(largest), largest, 0.0)
-    weights = ((values - shift) / temperature).exp_()
-    smallest = values.gather(1, (top_k - 1).clamp(0, width - 1))
-    keep = (weights >= min_p) & ((values >= smallest) | (top_k == 0))
-    alone = (top_k == 0) & (min_p == 0)
-    # Whoever is as likely as the last one, but not among the values, would stay too.
-    undecided = torch.where(alone[:, 0], False, keep[:, -1] | ~torch.isfinite(largest[:, 0]))
-    if rows.top_p.min() < 1:
-        sums = (weights * keep).sum(dim=1, keepdim=True)
-        if total is not None:
-            sums = torch.where(alone, total[:, None], sums)
-        before = weights.cumsum(dim=1) - weights
-        keep &= (before < top_p * sums) | (top_p >= 1)
-    count = keep.sum(dim=1).clamp_(min=1)
-    # Equals of the last one that stays may have lower ids and not be among the values.
-    last = values.gather(1, count[:, None] - 1)
-    undecided |= alone[:, 0] & (last <= values[:, -1:])[:, 0]
-    return count, undecided & (not complete)
-
-
-def kept_tokens(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """[rows, vocabulary] True where a token stays, for rows with temperature > 0; ``logits`` are of all tokens."""
-    ordered = _descending(logits)
-    count, _ = kept_prefix(ordered.double(), rows, total=None, complete=True)
-    last = ordered.gather(1, count[:, None] - 1)
-    above, equal = logits > last, logits == last
-    # Of the tokens that are exactly as likely as the last one, those with the lowest ids stay.
-    return above | (equal & (equal.cumsum(dim=1) <= (count - above.sum(dim=1))[:, None]))
-
-
-def _descending(logits: torch.Tensor) -> torch.Tensor:
-    if logits.device.type != "cpu":
-        return logits.sort(dim=1, descending=True).values
-    return torch.from_numpy(np.sort(logits.numpy(), axis=1)[:, ::-1].copy())
