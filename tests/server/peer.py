@@ -68,7 +68,9 @@ class ScriptedEngine:
         ]
 
     def stats(self) -> EngineStats:
-        return EngineStats(num_running=len(self.running), kv_blocks_used=16, kv_blocks_total=64, preemptions=3)
+        return EngineStats(
+            num_running=len(self.running), kv_blocks_used=16, kv_blocks_total=64, preemptions=3, forward_s=0.5
+        )
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
         name = request.request_id

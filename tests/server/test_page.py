@@ -31,7 +31,7 @@ async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bro
     found = next(filter(None, map(shutil.which, NAMES)), None)
     # Chromium and its driver leave marks in their home and their temporary folder.
     home = str(tmp_path_factory.mktemp("chromium"))
-    env = {name: home for name in ("HOME", "TMPDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME")}
+    env = dict.fromkeys(("HOME", "TMPDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"), home)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", home)
         playwright = await async_playwright().start()

@@ -108,6 +108,14 @@ def _answers(server: Serve) -> None:
     status, error = server.request("POST", COMPLETION, {"prompt": [5] * 5000})
     assert status == 400
     assert "at most" in error["error"]["message"]
+    body = {"prompt": [5, 6, 7], "echo": True, "logprobs": 2, "max_tokens": 0}
+    echoed = server.request("POST", COMPLETION, body)[1]["choices"][0]["logprobs"]
+    assert echoed["token_logprobs"][0] is None
+    assert all(value < 0 for value in echoed["token_logprobs"][1:])
+    best = {"prompt": [5], "best_of": 3, "temperature": 1, "max_tokens": 4, "ignore_eos": True}
+    assert server.request("POST", COMPLETION, best)[1]["usage"]["completion_tokens"] == 12
+    assert server.gauge("request_queue_time_seconds_sum") > 0
+    assert server.gauge("step_seconds_total") > 0
 
 
 def _frees_what_clients_left(server: Serve) -> None:

@@ -140,6 +140,10 @@ class EngineCore:
         self._calls: list[tuple[int, str, Future]] = []
         self._unsent: list[RequestOutput] = []
         self._tell_stats = False
+        self._arrivals: dict[str, float] = {}
+        """Of requests that no plan has had."""
+        self._queued: dict[str, float] = {}
+        """Seconds that requests without output have waited before their first step."""
         self._phases = _Phases()
         self._stopping = False
         self._utilities: dict[str, Callable[..., Any]] = {
@@ -216,6 +220,9 @@ class EngineCore:
         self._phases.schedule += made - began
         if plan is None:
             return False
+        for start in plan.starts:
+            if (arrival := self._arrivals.pop(start.request_id, None)) is not None:
+                self._queued[start.request_id] = max(0.0, time.time() - arrival)
         future: Future = self._executor.execute_model(plan, non_block=True)
         if plan.defer_sampling:
             future = self._executor.sample_tokens(plan.step, None, non_block=True)
@@ -237,7 +244,11 @@ class EngineCore:
                 continue
             self._flights.popleft()
             began = perf_counter()
-            self._unsent += self._scheduler.update(output)
+            new = self._scheduler.update(output)
+            if self._queued:
+                for one in new:
+                    one.queued_s = self._queued.pop(one.request_id, 0.0)
+            self._unsent += new
             self._phases.update += perf_counter() - began
             self._phases.forward += output.forward_s
             self._phases.sample += output.sample_s
@@ -296,10 +307,14 @@ class EngineCore:
             case EngineRequest():
                 try:
                     self._scheduler.add(message)
+                    self._arrivals[message.request_id] = message.arrival
                 except RequestError as error:
                     self._refuse(message.request_id, str(error))
             case Abort():
                 self._scheduler.abort(message.request_ids)
+                for request_id in message.request_ids:
+                    self._arrivals.pop(request_id, None)
+                    self._queued.pop(request_id, None)
                 self._tell_stats = True
             case UtilityCall():
                 self._answer(message.call_id, message.method, self._call, message)

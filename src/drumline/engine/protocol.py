@@ -72,6 +72,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Token id that stopped it, if it was not the end-of-sequence token."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
+    queued_s: float = 0.0
+    """Seconds from its arrival to its first step; in its first output."""
     message: str = ""
     """What went wrong, with finish_reason ``error``."""
 

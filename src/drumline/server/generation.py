@@ -206,7 +206,7 @@ class Generation:
             return
         now = time.monotonic()
         if not choice.came:
-            choice.first = now
+            choice.first, choice.queued_s = now, output.queued_s
             self._metrics.first_token.observe(now - self._arrival)
         else:
             self._metrics.next_token.observe((now - choice.last) / tokens, tokens)

@@ -45,6 +45,9 @@ TOKEN = (
 )
 COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
 OUTPUTS = (1, 2, 5, 10, 20)
+PHASES = ("schedule", "dispatch", "wait", "update", "output", "forward", "sample")
+"""Of the engine core: making plans, handing them out, waiting for answers, taking them in, handing outputs on. Of the
+worker that answers: forward and sampling; the core waits meanwhile, or works on the next plan."""
 REASONS = ("stop", "length", "abort", "error")
 
 
@@ -198,6 +201,12 @@ def _engine(service: Service, stats: EngineStats, labels: dict[str, str]) -> Ite
     )
     for name, text, value in counters:
         yield _counter(name, text, value, labels)
+    seconds = CounterMetricFamily(
+        "drumline:step_seconds", "Seconds in each phase of the engine's steps", labels=[*labels, "phase"]
+    )
+    for phase in PHASES:
+        seconds.add_metric([*labels.values(), phase], getattr(stats, f"{phase}_s"))
+    yield seconds
 
 
 def _gauge(name: str, text: str, value: float, labels: dict[str, str]) -> Metric:
