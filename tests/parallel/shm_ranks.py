@@ -66,7 +66,7 @@ class Model:
 
     def all_reduce(self, big: bool = False) -> None:
         dtype, op = self.random.choice(DTYPES), self.random.choice(["sum", "max", "min"])
-        numel = self.random.randint(SLOT_BYTES // 4, SLOT_BYTES // 2) if big else self.random.choice(SIZES)
+        numel = self.random.randint(SLOT_BYTES // 4, SLOT_BYTES) if big else self.random.choice(SIZES)
         shape = self.random.choice([[numel], [1, numel], [numel, 1, 2]])
         tensors = self.tensors([shape] * self.group.size, dtype)
         expected = _reduced(tensors, op)

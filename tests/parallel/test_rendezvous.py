@@ -8,7 +8,7 @@ import pytest
 
 from drumline.config import ParallelConfig
 from drumline.errors import ConfigError
-from drumline.parallel.boxes import LINE, SLOT_BYTES, Boxes
+from drumline.parallel.boxes import LINE, SLOT_BYTES, SLOTS, Boxes
 from drumline.parallel.layout import GroupKind
 from drumline.parallel.rendezvous import (
     collective_backend,
@@ -50,14 +50,15 @@ def test_boxes_do_not_overlap(ranks: int) -> None:
     boxes = Boxes(ranks)
     control = {boxes.member_at(rank) for rank in range(ranks)}
     control |= {boxes.word_at(kind, rank) for kind in GroupKind for rank in range(ranks)}
-    slots = {boxes.slot_at(kind, rank, p) for kind in GroupKind for rank in range(ranks) for p in (0, 1)}
+    slots = {boxes.slot_at(kind, rank, p) for kind in GroupKind for rank in range(ranks) for p in range(SLOTS)}
     assert len(control) == ranks * (1 + len(GroupKind))
-    assert len(slots) == ranks * 2 * len(GroupKind)
+    assert len(slots) == ranks * SLOTS * len(GroupKind)
     assert all(at % LINE == 0 for at in control)
     assert max(control) + LINE <= min(slots)
     assert all(at % 4096 == 0 for at in slots)
     assert all(b - a >= SLOT_BYTES for a, b in itertools.pairwise(sorted(slots)))
-    assert max(slots) + SLOT_BYTES == boxes.total_bytes
+    assert max(slots) + SLOT_BYTES == boxes.mail_at(0)
+    assert boxes.mail_at(ranks) == boxes.total_bytes
 
 
 def test_tcp_addresses() -> None:

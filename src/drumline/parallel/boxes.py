@@ -5,7 +5,7 @@
     member lines   one a rank: pid, PID namespace, "has left"
     words          one a (group kind, rank): sequence word of that rank in its group of that kind
     mail words     two a rank: how much was written into its ring, how much read from it
-    slots          two a (group kind, rank): what that rank shows to the others
+    slots          four a (group kind, rank): what that rank shows to the others
     rings          one a rank: its messages to the next pipeline stage (drumline.parallel.mail)
 
 A rank is in one group of each kind, so (kind, rank) names a box without any table: the places do not depend on the
@@ -21,8 +21,10 @@ from drumline.parallel.layout import GroupKind
 
 LINE = 128
 """Bytes between words of different writers: two cache lines of x86-64, which fetches them in pairs."""
-SLOT_BYTES = 512 << 10
-"""Bytes that a rank can show at once; longer tensors go in pieces. Twice as much was no faster, half was slower."""
+SLOT_BYTES = 256 << 10
+"""Bytes that a rank can show at once; longer tensors go in pieces."""
+SLOTS = 4
+"""Slots of a rank in a group; why so many: :mod:`drumline.parallel.shm`."""
 MAIL_BYTES = 4 << 20
 """Bytes of a ring; a power of two, at most 2^31."""
 
@@ -44,9 +46,9 @@ class Boxes:
         """The sequence word of a rank in its group of this kind."""
         return (self.ranks + self._box(kind, rank)) * LINE
 
-    def slot_at(self, kind: GroupKind, rank: int, parity: int) -> int:
-        """One of the two slots of a rank in its group of this kind."""
-        return self.control_bytes + (2 * self._box(kind, rank) + parity) * SLOT_BYTES
+    def slot_at(self, kind: GroupKind, rank: int, number: int) -> int:
+        """One of the slots of a rank in its group of this kind."""
+        return self.control_bytes + (SLOTS * self._box(kind, rank) + number) * SLOT_BYTES
 
     def sent_at(self, rank: int) -> int:
         """The word that counts the bytes which a rank has written into its ring."""
@@ -58,7 +60,7 @@ class Boxes:
 
     def mail_at(self, rank: int) -> int:
         """The ring of a rank."""
-        return self.control_bytes + 2 * len(_KINDS) * self.ranks * SLOT_BYTES + rank * MAIL_BYTES
+        return self.control_bytes + SLOTS * len(_KINDS) * self.ranks * SLOT_BYTES + rank * MAIL_BYTES
 
     @property
     def total_bytes(self) -> int:

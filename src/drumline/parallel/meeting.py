@@ -15,7 +15,7 @@ away at each look, in case the other one needs it), then sleeps in the kernel, w
 lock, so no wake is lost. The sleep is cut every second, since a signal that comes between Python's last look and the
 system call is handled only then (its handler may raise, which ends the wait); then it is also looked whether the one
 waited for is still alive. The deadline is the world's timeout. Numbers are modulo 2^32 and compared by difference:
-nobody can be further ahead than one meeting.
+nobody can be further ahead than two meetings.
 
 A rank that dies while others wait for it ends their wait after a second, unless whoever supervises them was faster;
 one that closes its groups ends it at once; one that is stopped or hangs, when the timeout is over. The error says who
@@ -182,11 +182,19 @@ class Meeting:
 
         CollectiveError if a rank is gone or does not come in time; what a signal handler raises.
         """
+        self.wait(self.come(), operation)
+
+    def come(self) -> int:
+        """Say that I am here. The number of this meeting, for :meth:`wait`."""
         self._number = number = (self._number + 1) & _MASK
-        words = self._words
         fence()
-        words[self._own] = number
+        self._words[self._own] = number
         _wake_call(*self._wake)
+        return number
+
+    def wait(self, number: int, operation: str) -> None:
+        """Wait until all others have come to a meeting, or further. Errors as :meth:`meet`."""
+        words = self._words
         for at in self._others:
             if (words[at] - number) & _BEHIND:
                 self._wait(at, number, operation)

@@ -5,24 +5,37 @@ authentication, and a thread of it looks around a hundred times a second for eve
 it. The memory is a memfd that whoever starts the ranks has made (:mod:`drumline.parallel.rendezvous`); what lies where
 in it: :mod:`drumline.parallel.boxes`. Each rank maps it once (:class:`World`).
 
-**A turn.** Each rank of a group has two slots. All operations are made of turns; turn k uses slot k % 2 of everybody::
+**A turn.** Each rank of a group has four slots. All operations are made of turns; turn k uses slot k % 4 of everybody::
 
     copy what I show into my slot
-    meet: tell the others, wait until all have told (drumline.parallel.meeting)
+    come: tell the others (drumline.parallel.meeting)
+    wait until all others have come
     read the others' slots
 
-**Why one meeting a turn is enough.** Let rank a write its slot in turn k while rank b is still reading it. b reads
-a's slot of that parity in turn k-2 at the latest. But a is in turn k, so it has left the meeting of turn k-1, so b has
-entered it, and what b read in turn k-2 it read before that (the fence at the start of a meeting keeps it so). With one
-slot a would be stopped by nothing: after the meeting of turn k-1 it may begin turn k at once, with b still reading.
-A turn may have more than one meeting (the two-shot below); the argument holds for the first of each.
+**Ahead of the others.** Large tensors go in pieces, a turn each, and a rank shows the next piece before it reads this
+one::
+
+    copy 0, come 0
+    wait 0, copy 1, come 1, read 0
+    wait 1, copy 2, come 2, read 1 ...
+
+By the time it has read a piece the others have mostly come with the next one, so a rank that is a little late costs
+nobody anything, and what crosses from core to core is fresh in a cache.
+
+**Why four slots are enough.** Let rank a write its slot in turn k while rank b is still reading it: as it was in turn
+k-4, or longer ago. a is in turn k, so it has waited for turn k-1, so b has come to it. By then b had read all of turn
+k-3 (all of k-2, in operations of one piece; the fence in ``come`` keeps it so), and so had done with k-4. Three slots
+would do, and two where nobody runs ahead; with one, a would be stopped by nothing. A turn may have more than one
+meeting (the two-shot below); the argument holds for the first of each.
 
 **Everybody gets the same bits.** The sum is ((x0 + x1) + x2) + ..., in rank order, whoever computes it; 16-bit types
 are summed in float32 and rounded once. So the result depends neither on the rank nor on the size of the tensor, and
 the choice of tokens rests on it. *One-shot*, for small tensors and for two ranks: each rank computes the whole sum
 from all slots, one meeting. *Two-shot*: each computes its share of the elements from all slots into its own slot,
 second meeting, each copies all shares; reads 2 tensors' worth of memory where one-shot reads as many as there are
-ranks. Nobody but its owner reads a share's place in the owner's slot before the second meeting.
+ranks. Nobody but its owner touches a share's place in the owner's slot before the second meeting. A rank's own values
+are taken from its tensor, not from its slot, and sums are made in place where their order allows it: a third of the
+memory traffic less.
 
 Little Python in each call: views of the slots are kept for each shape and type, and nothing is allocated.
 
@@ -43,7 +56,7 @@ from typing import Any, NamedTuple
 import torch
 
 from drumline.errors import ChannelClosedError
-from drumline.parallel.boxes import SLOT_BYTES
+from drumline.parallel.boxes import SLOT_BYTES, SLOTS
 from drumline.parallel.layout import GroupKind
 from drumline.parallel.mail import Mail
 from drumline.parallel.meeting import Meeting, Members
@@ -51,6 +64,8 @@ from drumline.parallel.meeting import Meeting, Members
 ONE_SHOT_BYTES = 64 << 10
 """With three ranks and more, tensors up to this size are summed by every rank, larger ones by shares. Two ranks gain
 nothing by shares at any size: each reads the other's tensor once, one way or the other."""
+PIECE_BYTES = 128 << 10
+"""Of tensors that do not fit into a slot, each turn takes this much."""
 
 _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _HALVES = (torch.bfloat16, torch.float16)
@@ -103,27 +118,24 @@ class World:
 
 
 class _Views(NamedTuple):
-    """The members' slots of one parity, seen as tensors of one shape."""
+    """The members' slots of one number, seen as tensors of one shape."""
 
     own: torch.Tensor
     all: list[torch.Tensor]
-    first: torch.Tensor
-    second: torch.Tensor
-    rest: list[torch.Tensor]
     scratch: torch.Tensor | None
     """float32, for sums of more than two 16-bit tensors."""
 
 
 class _Shares(NamedTuple):
-    """The members' slots of one parity, for a two-shot of a one-dimensional tensor."""
+    """The members' slots of one number, for a two-shot of a one-dimensional tensor."""
 
     sizes: list[int]
-    own: torch.Tensor
-    """This rank's whole slot."""
+    outside: list[tuple[slice, torch.Tensor]]
+    """What is not this rank's share: where in the tensor, and its place in this rank's slot."""
     column: _Views
     """This rank's share, in everybody's slot."""
-    results: list[torch.Tensor]
-    """Each member's share, in its own slot."""
+    results: list[tuple[int, torch.Tensor]]
+    """Each other member's share, in its own slot."""
 
 
 class ShmGroup:
@@ -135,13 +147,12 @@ class ShmGroup:
         self._meeting = Meeting(members, kind, ranks)
         self._meet = self._meeting.meet
         self._one_shot_bytes = SLOT_BYTES if self._size == 2 else ONE_SHOT_BYTES
-        self._reduce_piece = self._one_shot if self._size == 2 else self._two_shot
         self._turn = 0
-        slots = [[members.boxes.slot_at(kind, rank, parity) for rank in ranks] for parity in (0, 1)]
+        slots = [[members.boxes.slot_at(kind, rank, number) for rank in ranks] for number in range(SLOTS)]
         self._slots = [[memory[at : at + SLOT_BYTES] for at in row] for row in slots]
         self._buffers = [[members.memory.buf[at : at + SLOT_BYTES] for at in row] for row in slots]
-        self._views: dict[Any, tuple[_Views, _Views] | None] = {}
-        self._shares: dict[Any, tuple[_Shares, _Shares]] = {}
+        self._views: dict[Any, tuple[_Views, ...] | None] = {}
+        self._shares: dict[Any, tuple[_Shares, ...]] = {}
         self._scratch: torch.Tensor | None = None
 
     # Operations.
@@ -155,11 +166,10 @@ class ShmGroup:
         if views is None:
             self._reduce_large(tensor, function)
             return
-        self._turn = turn = self._turn ^ 1
-        mine = views[turn]
+        mine = views[self._next_turn()]
         mine.own.copy_(tensor)
         self._meet("all_reduce")
-        _reduce(function, mine, tensor)
+        self._sum(function, mine, tensor, True)
 
     def all_gather(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         """All tensors along ``dim``, in new memory."""
@@ -167,17 +177,16 @@ class ShmGroup:
         views = self._cached(key, lambda: self._uneven(tensor, dim, sizes))
         if views is None:
             return torch.cat(self._gather_large(tensor, dim, sizes), dim)
-        self._turn = turn = self._turn ^ 1
-        views[turn].own.copy_(tensor.detach())
+        mine = views[self._next_turn()]
+        mine.own.copy_(tensor.detach())
         self._meet("all_gather")
-        return torch.cat(views[turn].all, dim)
+        return torch.cat(mine.all, dim)
 
     def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather equal tensors into ``output`` [size, ...]."""
         flat, rows = tensor.detach().reshape(-1), output.view(self._size, -1)
         for start, stop in _pieces(flat.numel(), flat.element_size()):
-            self._turn = turn = self._turn ^ 1
-            views = self._of(flat[start:stop])[turn]
+            views = self._of(flat[start:stop])[self._next_turn()]
             views.own.copy_(flat[start:stop])
             self._meet("all_gather")
             torch.stack(views.all, out=rows[:, start:stop])
@@ -187,9 +196,8 @@ class ShmGroup:
         tensor = tensor.detach()
         flat = tensor.reshape(-1)
         for start, stop in _pieces(flat.numel(), flat.element_size()):
-            self._turn = turn = self._turn ^ 1
             piece = flat[start:stop]
-            views = self._of(piece)[turn]
+            views = self._of(piece)[self._next_turn()]
             if src == self._place:
                 views.own.copy_(piece)
             self._meet("broadcast")
@@ -200,7 +208,7 @@ class ShmGroup:
 
     def barrier(self) -> None:
         """Wait for all."""
-        self._turn ^= 1
+        self._next_turn()
         self._meet("barrier")
 
     def broadcast_object(self, value: Any, src: int) -> Any:
@@ -226,7 +234,11 @@ class ShmGroup:
 
     # Views.
 
-    def _cached(self, key: Any, make: Callable[[], tuple[_Views, _Views] | None]) -> tuple[_Views, _Views] | None:
+    def _next_turn(self) -> int:
+        self._turn = turn = (self._turn + 1) % SLOTS
+        return turn
+
+    def _cached(self, key: Any, make: Callable[[], tuple[_Views, ...] | None]) -> tuple[_Views, ...] | None:
         try:
             return self._views[key]
         except KeyError:
@@ -237,7 +249,7 @@ class ShmGroup:
             self._views[key] = views = make()
         return views
 
-    def _views_of(self, shape: torch.Size, dtype: torch.dtype) -> tuple[_Views, _Views] | None:
+    def _views_of(self, shape: torch.Size, dtype: torch.dtype) -> tuple[_Views, ...] | None:
         """The slots as tensors of this shape; None if it is too large for one-shot."""
         key = (shape, dtype)
         try:
@@ -245,28 +257,28 @@ class ShmGroup:
         except KeyError:
             pass
 
-        def make() -> tuple[_Views, _Views] | None:
+        def make() -> tuple[_Views, ...] | None:
             if shape.numel() * dtype.itemsize > self._one_shot_bytes:
                 return None
             return self._make_views([shape] * self._size, dtype)
 
         return self._cached(key, make)
 
-    def _of(self, piece: torch.Tensor) -> tuple[_Views, _Views]:
+    def _of(self, piece: torch.Tensor) -> tuple[_Views, ...]:
         """The slots as tensors like this one, which fits."""
         key = ("piece", piece.numel(), piece.dtype)
         views = self._cached(key, lambda: self._make_views([piece.shape] * self._size, piece.dtype))
         assert views is not None
         return views
 
-    def _uneven(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> tuple[_Views, _Views] | None:
+    def _uneven(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> tuple[_Views, ...] | None:
         """The slots as the members' tensors of a gather along ``dim``; None if one does not fit."""
         shapes = [_with_extent(tensor.shape, dim, size) for size in sizes]
         if max(shape.numel() for shape in shapes) * tensor.element_size() > SLOT_BYTES:
             return None
         return self._make_views(shapes, tensor.dtype)
 
-    def _make_views(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> tuple[_Views, _Views]:
+    def _make_views(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> tuple[_Views, ...]:
         if not self._slots:
             raise ChannelClosedError(f"{self._meeting.name} is closed")
 
@@ -276,7 +288,7 @@ class ShmGroup:
                 [slot[: shape.numel() * dtype.itemsize].view(dtype).view(shape) for slot, shape in pairs]
             )
 
-        return make(self._slots[0]), make(self._slots[1])
+        return tuple(map(make, self._slots))
 
     def _views_over(self, members: list[torch.Tensor]) -> _Views:
         own, scratch = members[self._place], None
@@ -284,40 +296,82 @@ class ShmGroup:
             if self._scratch is None:
                 self._scratch = torch.empty(SLOT_BYTES // 2, dtype=torch.float32)
             scratch = self._scratch[: own.numel()].view(own.shape)
-        return _Views(own, members, members[0], members[1], members[2:], scratch)
+        return _Views(own, members, scratch)
 
-    # Large tensors.
+    # Sums.
+
+    def _sum(self, function: Callable[..., torch.Tensor], views: _Views, mine: torch.Tensor, shown: bool) -> None:
+        """The sum of all members' tensors into ``mine``, which has this one's.
+
+        ``shown``: so has this one's slot, where the others read it. Else the slot is free until the sum is there.
+        """
+        place, values = self._place, list(views.all)
+        out = mine
+        if place < 2 or not shown:
+            values[place] = mine
+        if place > 1 and not shown:
+            out = views.own
+        if views.scratch is not None and function is torch.add:
+            out = views.scratch
+            out.copy_(values[0])
+            out.add_(values[1])
+        else:
+            function(values[0], values[1], out=out)
+        for value in values[2:]:
+            function(out, value, out=out)
+        if out is not mine:
+            mine.copy_(out)
 
     def _reduce_large(self, tensor: torch.Tensor, function: Callable[..., torch.Tensor]) -> None:
         flat = tensor.reshape(-1)
-        for start, stop in _pieces(flat.numel(), flat.element_size()):
-            self._reduce_piece(flat[start:stop], function)
+        pieces = torch.split(flat, PIECE_BYTES // flat.element_size())
+        if self._size == 2:
+            self._in_one_shot(pieces, function)
+        else:
+            self._in_two_shots(pieces, function)
         if not tensor.is_contiguous():
             tensor.copy_(flat.view_as(tensor))
 
-    def _one_shot(self, piece: torch.Tensor, function: Callable[..., torch.Tensor]) -> None:
-        self._turn = turn = self._turn ^ 1
-        views = self._of(piece)[turn]
-        views.own.copy_(piece)
-        self._meet("all_reduce")
-        _reduce(function, views, piece)
+    def _in_one_shot(self, pieces: Sequence[torch.Tensor], function: Callable[..., torch.Tensor]) -> None:
+        come, wait = self._meeting.come, self._meeting.wait
 
-    def _two_shot(self, piece: torch.Tensor, function: Callable[..., torch.Tensor]) -> None:
-        self._turn = turn = self._turn ^ 1
-        sizes, own, column, results = self._shares_of(piece)[turn]
-        parts = torch.split_with_sizes(piece, sizes)
-        own.copy_(piece)
-        self._meet("all_reduce")
-        if self._place < 2:  # what is in my slot is read before the result goes there
-            _reduce(function, column, column.own)
-        else:
-            _reduce(function, column, parts[self._place])
-            column.own.copy_(parts[self._place])
-        self._meet("all_reduce")
-        for part, result in zip(parts, results, strict=True):
-            part.copy_(result)
+        def show(piece: torch.Tensor) -> tuple[_Views, int]:
+            views = self._of(piece)[self._next_turn()]
+            views.own.copy_(piece)
+            return views, come()
 
-    def _shares_of(self, piece: torch.Tensor) -> tuple[_Shares, _Shares]:
+        views, number = show(pieces[0])
+        for piece, following in itertools.zip_longest(pieces, pieces[1:]):
+            wait(number, "all_reduce")
+            shown = views
+            if following is not None:
+                views, number = show(following)
+            self._sum(function, shown, piece, True)
+
+    def _in_two_shots(self, pieces: Sequence[torch.Tensor], function: Callable[..., torch.Tensor]) -> None:
+        come, wait, place = self._meeting.come, self._meeting.wait, self._place
+
+        def show(piece: torch.Tensor) -> tuple[_Shares, int]:
+            shares = self._shares_of(piece)[self._next_turn()]
+            for where, slot in shares.outside:
+                slot.copy_(piece[where])
+            return shares, come()
+
+        shares, number = show(pieces[0])
+        for piece, following in itertools.zip_longest(pieces, pieces[1:]):
+            sizes, _, column, results = shares
+            parts = piece.split_with_sizes(sizes)
+            wait(number, "all_reduce")
+            self._sum(function, column, parts[place], False)
+            column.own.copy_(parts[place])
+            done = come()
+            if following is not None:
+                shares, number = show(following)
+            wait(done, "all_reduce")
+            for other, result in results:
+                parts[other].copy_(result)
+
+    def _shares_of(self, piece: torch.Tensor) -> tuple[_Shares, ...]:
         key = (piece.numel(), piece.dtype)
         found = self._shares.get(key)
         if found is None:
@@ -327,25 +381,27 @@ class ShmGroup:
                 self._shares[key] = found = self._make_shares(*key)
         return found
 
-    def _make_shares(self, numel: int, dtype: torch.dtype) -> tuple[_Shares, _Shares]:
+    def _make_shares(self, numel: int, dtype: torch.dtype) -> tuple[_Shares, ...]:
         edges = [numel * place // self._size for place in range(self._size + 1)]
         sizes = [stop - start for start, stop in itertools.pairwise(edges)]
+        around = [slice(0, edges[self._place]), slice(edges[self._place + 1], numel)]
 
         def make(row: list[torch.Tensor]) -> _Shares:
             slots = [slot[: numel * dtype.itemsize].view(dtype) for slot in row]
             cut = [torch.split_with_sizes(slot, sizes) for slot in slots]
             column = self._views_over([parts[self._place] for parts in cut])
-            return _Shares(sizes, slots[self._place], column, [parts[place] for place, parts in enumerate(cut)])
+            outside = [(where, slots[self._place][where]) for where in around if where.start < where.stop]
+            results = [(place, parts[place]) for place, parts in enumerate(cut) if place != self._place]
+            return _Shares(sizes, outside, column, results)
 
-        return make(self._slots[0]), make(self._slots[1])
+        return tuple(map(make, self._slots))
 
     def _gather_large(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> list[torch.Tensor]:
         """All members' tensors, in pieces of a slot at most; shorter ones show nothing in the last turns."""
         flat = tensor.detach().reshape(-1)
         whole = [tensor.new_empty(_with_extent(tensor.shape, dim, size)) for size in sizes]
         for start, stop in _pieces(max(target.numel() for target in whole), flat.element_size()):
-            self._turn = turn = self._turn ^ 1
-            slots = [slot.view(tensor.dtype) for slot in self._slots[turn]]
+            slots = [slot.view(tensor.dtype) for slot in self._slots[self._next_turn()]]
             mine = flat[start:stop]
             slots[self._place][: mine.numel()].copy_(mine)
             self._meet("all_gather")
@@ -361,9 +417,8 @@ class ShmGroup:
         lengths = [0] * self._size
         done = 0
         while not done or done < max(lengths):
-            self._turn = turn = self._turn ^ 1
             piece = data[done : done + SLOT_BYTES]
-            buffers = self._buffers[turn]
+            buffers = self._buffers[self._next_turn()]
             buffers[self._place][: len(piece)] = piece
             self._meet(operation)
             if not done:
@@ -381,21 +436,6 @@ def _reduction(op: str) -> Callable[..., torch.Tensor]:
         return _REDUCTIONS[op]
     except KeyError:
         raise ValueError(f"{op!r} is no reduction; there are {', '.join(_REDUCTIONS)}") from None
-
-
-def _reduce(function: Callable[..., torch.Tensor], views: _Views, out: torch.Tensor) -> None:
-    """The members' tensors in rank order into ``out``, which may be the first or the second of them."""
-    if views.scratch is not None and function is torch.add:
-        scratch = views.scratch
-        scratch.copy_(views.first)
-        scratch.add_(views.second)
-        for other in views.rest:
-            scratch.add_(other)
-        out.copy_(scratch)
-        return
-    function(views.first, views.second, out=out)
-    for other in views.rest:
-        function(out, other, out=out)
 
 
 def _with_extent(shape: torch.Size, dim: int, extent: int) -> torch.Size:
