@@ -314,6 +314,8 @@ class ModelConfig:
     chat_template: str = ""
     """File with, or text of, a chat template that replaces the model's."""
     skip_tokenizer_init: bool = False
+    max_logprobs: int = 20
+    """Most log-probabilities that a request may ask for at each position; -1: as many as there are tokens."""
     enforce_eager: bool = False
 
     def __post_init__(self) -> None:
@@ -331,6 +333,7 @@ class ModelConfig:
         if self.max_model_len is not None:
             _whole(self, ("max_model_len",))
         _whole(self, ("seed",), least=-(2**63))
+        _whole(self, ("max_logprobs",), least=-1)
 
 
 @dataclass(frozen=True, kw_only=True)

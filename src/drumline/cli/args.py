@@ -100,6 +100,7 @@ GROUPS: dict[str, list[Flag]] = {
         _flag("--seed", "model.seed", "seed of requests that bring none", count, metavar="N"),
         _flag("--trust-remote-code", "model.trust_remote_code", "no effect: transformers' own models are served", None),
         _flag("--device --platform", "engine.platform", "auto, cpu, cuda, or another by entry point", metavar="NAME"),
+        _flag("--max-logprobs", "model.max_logprobs", "most log-probabilities a token, -1: all", count, metavar="N"),
         _flag("--enforce-eager", "model.enforce_eager", "no CUDA graphs", None),
         _flag("--skip-tokenizer-init", "model.skip_tokenizer_init", "token ids in, token ids out", None),
     ],

@@ -130,6 +130,7 @@ class EngineProcess:
             vocab_size=self._spec.vocab_size,
             dtype=specs[0].dtype,
             model_type=self._spec.model_type,
+            max_logprobs=config.model.max_logprobs,
             scheduling_policy=config.scheduler.scheduling_policy,
         )
 

@@ -42,7 +42,6 @@ _VLLM: dict[str, tuple[Any, ...]] = {
     "enable_lora": (False,),
     "enable_sleep_mode": (False,),
     "disable_log_stats": (True, False),
-    "max_logprobs": (20,),
     "logits_processors": ([],),
     "limit_mm_per_prompt": ({},),
     "speculative_config": (),
