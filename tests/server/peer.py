@@ -55,6 +55,8 @@ class ScriptedEngine:
         self.pause_s = 0.0
         self.at_once = 1
         """Tokens of one output; more than one is what an engine gives whose front end was busy."""
+        self.fails = ""
+        """Why requests fail; with ignore_eos after their first token."""
         self._dead = asyncio.Event()
 
     async def start(self) -> EngineInfo:
@@ -87,6 +89,11 @@ class ScriptedEngine:
                 token = tokens[index % len(tokens)]
                 given.append(token)
                 reason = "length" if index == limit - 1 else None
+                if self.fails and index == int(request.sampling.ignore_eos):
+                    yield RequestOutput(
+                        request_id=name, first_index=index, token_ids=[], finish_reason="error", message=self.fails
+                    )
+                    return
                 if token in request.eos_token_ids or token in (request.sampling.stop_token_ids or ()):
                     reason = "stop"
                 if reason is None and len(given) < self.at_once:
