@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -31,6 +33,35 @@ def test_chain_depends_on_salt_order_and_all_tokens_before():
     assert chain(tokens, salt="a") != chain(tokens)
     assert chain([9, *tokens[1:]])[2] != chain(tokens)[2]
     assert chain([*tokens[:4], 9, *tokens[5:]])[0] == chain(tokens)[0]
+
+
+def test_chains_of_models_adapters_and_salts_never_meet():
+    roots = [
+        ("m", "", ""),
+        ("n", "", ""),
+        ("m", "a", ""),
+        ("m", "", "a"),
+        ("", "m", ""),
+        ("ma", "", ""),
+        ("", "", "ma"),
+    ]
+    seen = set()
+    for model, adapter, salt in roots:
+        made = HashChain(4, model=model, adapter=adapter, salt=salt)
+        made.extend([1, 2, 3, 4])
+        seen.update(made.hashes)
+    assert len(seen) == len(roots)
+
+
+def test_a_pool_of_millions_costs_what_is_used():
+    tracemalloc.start()
+    try:
+        pool = BlockPool(21_000_000, 16)
+        fill(pool, list(range(16_000)))
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
+    assert pool.num_free == 20_999_000
 
 
 def test_chain_extended_in_pieces_is_the_same():

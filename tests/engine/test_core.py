@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -57,7 +58,7 @@ class MemoryChannel:
 
 
 class Rig:
-    def __init__(self, *, look_ahead: bool, **process: Any) -> None:
+    def __init__(self, *, look_ahead: bool, micro_batches: int = 1, policy: str = "fcfs", **process: Any) -> None:
         self.config = EngineConfig(
             cache=CacheConfig(block_size=4, num_gpu_blocks_override=16),
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, async_scheduling=look_ahead),
@@ -66,7 +67,14 @@ class Rig:
         self.waiter = Waiter.create("test-core")
         self.executor = UniExecutor(self.config, waiter=self.waiter)
         self.worker = SimulatedModelWorker.current
-        limits = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=48, vocab_size=11)
+        limits = Limits(
+            max_num_seqs=4,
+            max_num_batched_tokens=16,
+            max_model_len=48,
+            vocab_size=11,
+            num_micro_batches=micro_batches,
+            policy=policy,
+        )
         self.scheduler = Scheduler(limits, BlockPool(16, 4))
         self.channel = MemoryChannel(self.waiter)
         self.core = EngineCore(self.executor, self.scheduler, self.waiter, self.channel)
@@ -103,6 +111,39 @@ def test_many_requests_over_few_slots_and_blocks(rig: Rig):
         assert rig.channel.tokens(r.request_id) == expected(r, 48)[0]
     assert rig.scheduler.pool.num_free == 16
     assert rig.core.step is None
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("look_ahead", [True, False], ids=["look-ahead", "in turns"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_arrivals_and_aborts(seed: int, look_ahead: bool, micro_batches: int):
+    """They come while steps run, so at moments of the threads' own choice."""
+    draw = random.Random(seed)
+    rig = Rig(look_ahead=look_ahead, micro_batches=micro_batches, policy="priority")
+    try:
+        requests, aborted = [], set()
+        for number in range(60):
+            prompt = [draw.randrange(3) for _ in range(draw.randrange(1, 20))]
+            one = request(str(number), prompt, draw.randrange(1, 16), eos=(2,), priority=draw.randrange(3))
+            requests.append(one)
+            rig.channel.put(one)
+            if draw.random() < 0.2:
+                aborted.add(name := str(draw.randrange(number + 1)))
+                rig.channel.put(Abort(request_ids=[name]))
+            if draw.random() < 0.2:
+                rig.channel.wait_ends(*(r.request_id for r in requests if r.request_id not in aborted))
+        rig.channel.wait_ends(*(r.request_id for r in requests if r.request_id not in aborted))
+        rig.channel.put(UtilityCall(call_id=1, method="request_ids"))
+        rig.channel.wait(lambda: 1 in rig.channel.results)
+        assert rig.channel.results[1].value == []
+        for one in requests:
+            tokens, name = expected(one, 48)[0], one.request_id
+            got = rig.channel.tokens(name) if name in rig.channel.outputs else []
+            assert got == (tokens[: len(got)] if name in aborted else tokens)
+        assert rig.scheduler.pool.num_free == 16
+    finally:
+        rig.close()
+    rig.scheduler.check()
 
 
 def test_with_look_ahead_two_steps_are_in_flight(rig: Rig):

@@ -76,6 +76,15 @@ def test_outputs_are_shared_by_the_next_turn_of_a_conversation():
     assert rig.ended["b"].num_cached_tokens == 12
 
 
+def test_hits_are_counted_once_whatever_happens_to_the_request():
+    rig = Rig(num_blocks=8, max_model_len=29)
+    rig.run(*(request(str(i), [1, 2, 3, 4, i], 20) for i in range(4)))
+    stats = rig.scheduler.stats()
+    assert stats.preemptions > 0
+    assert (stats.prefix_queries, stats.prefix_hits) == (4 * 5, 3 * 4)
+    assert [rig.ended[str(i)].num_cached_tokens for i in range(4)] == [0, 4, 4, 4]
+
+
 def test_reset_of_the_prefix_cache_reaches_running_requests():
     rig, prompt = Rig(), [1, 2, 3, 4, 5, 6, 7, 8, 9]
     rig.scheduler.add(request("a", prompt, 20))
