@@ -120,7 +120,8 @@ def run(ranks: int, args: argparse.Namespace) -> list[dict[str, Any]]:
             pids.append(pid)
         first.close()
         second.close()
-        if any([os.waitpid(pid, 0)[1] for pid in pids]):
+        codes = [os.waitpid(pid, 0)[1] for pid in pids]
+        if any(codes):
             raise SystemExit(f"a rank of {ranks} failed")
         found: list[dict[str, Any]] = json.loads(path.read_text())
         return found

@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from servers import about_machine
+from servers import ForeignLoad, about_machine
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
@@ -45,7 +45,9 @@ def peer(model: str) -> None:
     os.dup2(2, 1)
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     torch.set_num_threads(1)
     models = {
         "generate": AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval(),
@@ -206,10 +208,13 @@ class Bench:
         for turn in range(args.rounds):
             prompts = self.prompts(requests, turn)
             for system in SYSTEMS[turn % 3 :] + SYSTEMS[: turn % 3]:
+                foreign = ForeignLoad()
                 cell = self.run(system, prompts, args.output_len)
+                cell["foreign_cores"] = foreign.cores()
                 cell["output_throughput"] = requests * args.output_len / cell["seconds"]
                 found[system].append(cell)
-                say(f"{requests} requests, {system}: {cell['output_throughput']:.1f} output tokens/s")
+                busy = f"others keep {cell['foreign_cores']:.2f} cores busy"
+                say(f"{requests} requests, {system}: {cell['output_throughput']:.1f} output tokens/s; {busy}")
         return found
 
 
@@ -277,10 +282,12 @@ def main() -> None:
     finally:
         other.end()
     text, rows = table(results)
+    every = [cell for found in results.values() for cells in found.values() for cell in cells]
+    busy = statistics.median(cell["foreign_cores"] for cell in every)
     print(
         f"\nOutput tokens/s, {args.input_len} in, {args.output_len} out, medians of {args.rounds}; ratio: drumline / "
-        f"peer; generate_batch with page {bench.settings['page']}, {bench.settings['batch_tokens']} tokens a batch"
-        f"\n\n{text}"
+        f"peer; generate_batch with page {bench.settings['page']}, {bench.settings['batch_tokens']} tokens a batch; "
+        f"others kept {busy:.2f} cores busy (median)\n\n{text}"
     )
     if args.json:
         args.json.write_text(

@@ -91,25 +91,24 @@ def compare(tp: int, args: argparse.Namespace) -> dict[str, dict[int, list[Cell]
         for turn in range(args.rounds):
             for streams in args.streams:
                 for server in servers if turn % 2 == 0 else reversed(servers):
-                    measure(server, servers, streams, turn, found, args)
+                    measure(server, streams, turn, found, args)
     if args.beside and "vllm" in args.systems:
         with serving("vllm", args.beside, tp, args) as server:
             ready(server, args)
             for streams in args.streams:
-                measure(server, [server], streams, 0, found, args)
+                measure(server, streams, 0, found, args)
     return found
 
 
 def measure(
     server: Server,
-    alive: list[Server],
     streams: int,
     turn: int,
     found: dict[str, dict[int, list[Cell]]],
     args: argparse.Namespace,
 ) -> None:
     requests = streams * (args.waves if streams == 1 else 1)
-    foreign = ForeignLoad(alive)
+    foreign = ForeignLoad()
     cell = load(server.url, streams, requests, args.output_len, 100 * turn + streams, args)
     cell["foreign_cores"] = foreign.cores()
     name = server.name.rpartition("-tp")[0]

@@ -19,7 +19,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -55,10 +55,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 class ForeignLoad:
-    """How many cores others keep busy meanwhile: all but this process, its finished children and the servers."""
+    """How many cores others keep busy meanwhile: all but this process and what it has started."""
 
-    def __init__(self, servers: Sequence[Server]) -> None:
-        self._servers = servers
+    def __init__(self) -> None:
         self._began = time.monotonic(), self._busy(), self._own()
 
     def cores(self) -> float:
@@ -72,8 +71,10 @@ class ForeignLoad:
         times = psutil.cpu_times()
         return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
-    def _own(self) -> float:
-        return sum(os.times()[:4]) + sum(cpu_seconds(server.process.pid) for server in self._servers)
+    @staticmethod
+    def _own() -> float:
+        ended = os.times()
+        return cpu_seconds(os.getpid()) + ended.children_user + ended.children_system
 
 
 def about_machine() -> str:

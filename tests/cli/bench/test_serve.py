@@ -169,6 +169,32 @@ async def test_errors_by_kind(run: Bench, capsys: pytest.CaptureFixture[str]) ->
     assert "2 x HTTP 429: too many" in capsys.readouterr().out
 
 
+async def test_times_are_those_of_the_server(run: Bench) -> None:
+    """First token after 100 ms, then an event of two tokens each 40 ms; all in one chunk would be 0."""
+    event = b'data: {"choices": [{"text": "ab", "token_ids": [7, 8]}]}\n\n'
+
+    async def answer(request: Request) -> None:
+        await request.send(chunked_head())
+        await asyncio.sleep(0.1)
+        # Cut anywhere: an event counts when its last byte comes.
+        await request.send(*[chunk(event[:9]), chunk(event[9:-1])])
+        await request.send(chunk(event[-1:] + event[:-1]), pause_s=0.04)
+        for _ in range(5):
+            await request.send(chunk(event[-1:] + event[:-1]), pause_s=0.04)
+        await request.send(chunk(event[-1:] + b"data: [DONE]\n\n"), b"0\r\n\r\n")
+
+    async with raw_server(answer) as server:
+        argv = f"{server.url} --num-prompts 4 --max-concurrency 1 --random-output-len 14 --ignore-eos --count-by ids"
+        code, found = await run(*argv.split())
+    assert code == 0
+    assert (found["total_output_tokens"], found["token_events"]) == (56, 28)
+    assert 95 < found["median_ttft_ms"] < 200
+    assert 38 < found["median_itl_ms"] < 80
+    assert 19 < found["median_itl_token_ms"] < 40
+    assert found["mean_tpot_ms"] == pytest.approx(found["mean_itl_ms"] * 6 / 13)
+    assert found["mean_e2el_ms"] > 340
+
+
 async def test_concurrency_is_kept_and_used(run: Bench) -> None:
     async with raw_server(streams(4, pause_s=0.01)) as server:
         code, found = await run(server.url, "--num-prompts", "40", "--max-concurrency", "5", "--random-output-len", "4")
