@@ -19,7 +19,7 @@ PYTEST_ARGS ?=
 TORCH_VERSION := 2.13.0
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: help serve install dev test check matrix chaos soak bench wheel clean
+.PHONY: help serve install dev test check matrix chaos soak fuzz bench wheel clean
 
 help:
 	@echo 'make serve    set up .venv and serve the default model with two workers on port 8000'
@@ -28,6 +28,7 @@ help:
 	@echo 'make matrix   token equality, every model shape x TP x option (long)'
 	@echo 'make chaos    every process killed in every phase of its life (minutes)'
 	@echo 'make soak     50,000 random requests with aborts; memory, descriptors, threads stay flat (minutes)'
+	@echo 'make fuzz     2,000 requests made of the description of the server (minutes)'
 	@echo 'make bench    benchmarks (see bench/README.md)'
 	@echo 'make wheel    build dist/*.whl'
 	@echo 'make clean    remove .venv and build products'
@@ -61,7 +62,7 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@touch $@ $(VENV)/.installed
 
 test: dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -m 'not matrix and not chaos and not bench and not soak' $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -m 'not matrix and not chaos and not bench and not soak and not fuzz' $(PYTEST_ARGS)
 
 matrix: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m matrix $(PYTEST_ARGS)
@@ -71,6 +72,9 @@ chaos: dev
 
 soak: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak -m soak $(PYTEST_ARGS)
+
+fuzz: dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/server/test_fuzz.py -m fuzz $(PYTEST_ARGS)
 
 check: dev
 	$(BIN)/ruff check src tests bench examples

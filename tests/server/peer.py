@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -233,13 +234,23 @@ class Served:
 
 @asynccontextmanager
 async def served(
-    folder: Path | None, *, keys: Sequence[str] = (), ready: bool = True, engine: ScriptedEngine | None = None
+    folder: Path | None,
+    *,
+    keys: Sequence[str] = (),
+    ready: bool = True,
+    engine: ScriptedEngine | None = None,
+    send_buffer: int = 0,
 ) -> AsyncIterator[Served]:
-    """Real uvicorn, the real application, the tokenizer of ``folder`` (None: no tokenizer)."""
+    """Real uvicorn, the real application, the tokenizer of ``folder`` (None: no tokenizer).
+
+    ``send_buffer``: bytes that wait in the kernel for a client to read; 0: as many as it likes.
+    """
     engine = engine or ScriptedEngine()
     service = Service(["tiny", "alias/of-tiny"], root="/models/tiny", api_keys=keys)
     http = HttpServer(create_app(service))
     sockets = bind("127.0.0.1", 0)
+    if send_buffer:
+        sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     serving = asyncio.create_task(http.run_on(sockets))
     service.local = "127.0.0.1"
     try:

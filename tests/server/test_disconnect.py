@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .peer import Served
+from .peer import Served, served
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -109,3 +111,32 @@ async def test_a_client_that_does_not_read_does_not_delay_others_or_the_end(serv
         server.service.stop()
         await server.engine.until(0)
         assert sock.fileno() >= 0
+
+
+async def test_a_slow_client_gets_several_tokens_in_one_event(folder: Path) -> None:
+    body = {"prompt": [5, 6], "max_tokens": 250, "stream": True, "logprobs": 20, "return_token_ids": True, "n": 2}
+    loop = asyncio.get_running_loop()
+    async with served(folder, send_buffer=4096) as server:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.setblocking(False)
+            await loop.sock_connect(sock, ("127.0.0.1", server.port))
+            data = json.dumps({**body, "temperature": 1}).encode()
+            head = f"POST {COMPLETION} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            head += f"connection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+            await loop.sock_sendall(sock, head.encode() + data)
+            await server.engine.until(2)
+            # The engine does not wait for anybody.
+            await server.engine.until(0)
+            answer = b""
+            while part := await receive(sock):
+                answer += part
+    content = re.sub(rb"\r\n[0-9a-f]+\r\n", b"", b"\r\n" + answer.partition(b"\r\n\r\n")[2])
+    events = [json.loads(event[6:]) for event in content.split(b"\n\n") if event.startswith(b"data: {")]
+    for index in range(2):
+        mine = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+        assert [token for choice in mine for token in choice["token_ids"]] == [5, 6] * 125
+        assert sum(len(choice["logprobs"]["tokens"]) for choice in mine) == 250
+        assert mine[-1]["finish_reason"] == "length"
+        assert len(mine) < 200
+    assert b"data: [DONE]" in content
