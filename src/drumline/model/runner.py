@@ -138,9 +138,12 @@ class ModelRunner:
             if len(fresh):
                 self._cache.clear(self._tensor(fresh))
             starts = np.cumsum(count) - count
-            rows = np.repeat(np.arange(len(slots)), count)
-            positions = np.arange(len(rows)) - starts[rows] + computed[rows]
-            ids = state.tokens[slots[rows], positions]
+            if len(slots) == int(starts[-1]) + 1 == int(starts[-1] + count[-1]):  # one token each
+                ids, positions = state.tokens[slots, computed], computed
+            else:
+                rows = np.repeat(np.arange(len(slots)), count)
+                positions = np.arange(len(rows)) - starts[rows] + computed[rows]
+                ids = state.tokens[slots[rows], positions]
             width = -(-int((computed + count).max()) // self._cache.block_size)
             tables = state.tables[slots, :width]
             continues = ints(plan.token_source) != BY_VALUE
