@@ -88,7 +88,7 @@ def random_request(draw: random.Random) -> dict[str, Any]:
     prompt: Any = shared + [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 32))]
     if draw.random() < 0.3:
         prompt = "".join(draw.choice("abcdefgh ,.") for _ in range(draw.randrange(1, 40)))
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": draw.randrange(1, 17), "stream": draw.random() < 0.5}
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": draw.randrange(1, 13), "stream": draw.random() < 0.5}
     options: dict[str, Any] = {
         "temperature": draw.choice((0, 0.7, 1.5)),
         "top_p": draw.choice((0.5, 0.95)),

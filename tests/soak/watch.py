@@ -64,7 +64,10 @@ class Process:
             if max(values[warm:]) > max(values[:warm]):
                 found.append(f"{self.name}: {name} {values}")
         if self.growth() > max(SLACK, BYTES_PER_REQUEST * requests):
-            found.append(f"{self.name}: memory grew by {self.growth() / 2**20:.1f} MiB in {requests} requests")
+            series = " ".join(f"{value / 2**20:.1f}" for value in self.memory)
+            found.append(
+                f"{self.name}: memory grew by {self.growth() / 2**20:.1f} MiB in {requests} requests: {series}"
+            )
         return found
 
     def row(self) -> str:
