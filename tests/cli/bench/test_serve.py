@@ -351,6 +351,24 @@ async def test_many_requests_at_once(run: Bench) -> None:
     assert (code, found["completed"]) == (0, 400)
 
 
+async def test_an_interrupt_before_the_load_says_nothing() -> None:
+    asked = asyncio.Event()
+
+    async def answer(request: Request) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    async with raw_server(answer) as server:
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, server.url, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(30):
+            await asked.wait()
+            process.send_signal(signal.SIGINT)
+            assert await process.communicate() == (b"", b"")
+    assert process.returncode == 130
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

@@ -80,7 +80,9 @@ class Bench:
             options.random_input_len, output, options.random_range_ratio, prefix=options.random_prefix_len
         )
         self._tokenizer: Tokenizer | None = None
-        self.interrupted = False
+        self._run: Run | None = None
+        self._form = Form(ids=False, usage=False)
+        self._count = 0
         self.model = options.model
 
     def _url(self) -> str:
@@ -99,8 +101,8 @@ class Bench:
             found[name.strip()] = value.strip()
         return found
 
-    async def run(self) -> int:
-        """Everything; the exit code."""
+    async def run(self) -> None:
+        """Everything but the report. Cancelled before the load, there is nothing to report."""
         options = self.options
         async with Client(self.url, self._headers(), silence_s=options.timeout) as client:
             root = await self._find_model(client)
@@ -110,23 +112,26 @@ class Bench:
                 prompts = self._prompts(options.warmup, form, seed=options.seed + 1_000_003)
                 warm = await run_load(client, self._jobs(client, prompts, form), [0.0] * len(prompts), self._room(1))
                 if warm.interrupted:
-                    return ExitCode.INTERRUPTED
+                    return
             prompts = self._prompts(options.num_prompts, form, seed=options.seed)
             jobs = self._jobs(client, prompts, form)
+            self._form, self._count = form, len(jobs)
             due = arrivals(len(jobs), options.request_rate, options.burstiness, options.seed)
             shown = sys.stderr.isatty() and not options.quiet
-            found = await run_load(client, jobs, due, self._room(None), report.bar if shown else report.silent)
-        return self._report(found, form, len(jobs))
+            self._run = await run_load(client, jobs, due, self._room(None), report.bar if shown else report.silent)
 
     def _room(self, default: int | None) -> int | None:
         return self.options.max_concurrency or default
 
-    def _report(self, run: Run, form: Form, prompts: int) -> int:
-        options = self.options
+    def report(self) -> int:
+        """Print and save what there is; the exit code."""
+        options, run = self.options, self._run
+        if run is None:
+            return ExitCode.INTERRUPTED
         summary = summarise(run.outcomes, run.unfinished, self.percentiles)
         if math.isinf(options.request_rate):
             summary.spreads.pop("late", None)  # all were due at once
-        settings = self._settings(prompts, form)
+        settings = self._settings()
         found = report.result(summary, settings, run.outcomes if options.save_detailed else None)
         place = options.output_json
         text = report.table(summary, f"{self.url}{self.path}, model {self.model}")
@@ -142,7 +147,7 @@ class Bench:
             return ExitCode.INTERRUPTED
         return FAILED if summary.failed or not summary.completed else ExitCode.OK
 
-    def _settings(self, prompts: int, form: Form) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         options = self.options
         rate = options.request_rate
         return {
@@ -150,7 +155,7 @@ class Bench:
             "base_url": self.url,
             "endpoint": self.path,
             "model_id": self.model,
-            "num_prompts": prompts,
+            "num_prompts": self._count,
             "request_rate": "inf" if math.isinf(rate) else rate,
             "burstiness": options.burstiness,
             "max_concurrency": options.max_concurrency,
@@ -158,7 +163,7 @@ class Bench:
             "dataset": str(options.dataset_path) if options.dataset_path else "random",
             "random_input_len": None if options.dataset_path else self.lengths.input,
             "random_output_len": None if options.dataset_path else self.lengths.output,
-            "prompts_as": "ids" if form.ids else "text",
+            "prompts_as": "ids" if self._form.ids else "text",
             "ignore_eos": options.ignore_eos,
             "temperature": options.temperature,
         }
@@ -319,11 +324,10 @@ def _run_loop(bench: Bench) -> int:
     with asyncio.Runner(loop_factory=factory) as runner:
         loop = runner.get_loop()
         task = loop.create_task(bench.run())
-        with _stopping(loop, task):
-            try:
-                return loop.run_until_complete(task)
-            except asyncio.CancelledError:
-                return ExitCode.INTERRUPTED
+        # An interrupt in the last moment does not cost the report.
+        with _stopping(loop, task), contextlib.suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+    return bench.report()
 
 
 @contextlib.contextmanager
