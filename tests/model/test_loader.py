@@ -149,7 +149,12 @@ def test_sharded_checkpoint_in_bfloat16(tmp_path: Path) -> None:
     assert all(parameter.dtype == torch.float32 and parameter.is_contiguous() for parameter in model.parameters())
     assert done == sorted(done)
     assert done[-1] == 1.0
-    next(iter(tmp_path.glob("*-00002-*.safetensors"))).unlink()
+    second = next(iter(tmp_path.glob("*-00002-*.safetensors")))
+    tensors = load_file(second)
+    save_file(dict(list(tensors.items())[1:]), second)
+    with pytest.raises(ConfigError, match=f"{second.name} lacks {next(iter(tensors))}, which its index names"):
+        load(tmp_path)
+    second.unlink()
     with pytest.raises(ConfigError, match=r"00002.*which its index names"):
         load(tmp_path)
 

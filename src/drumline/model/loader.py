@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,6 +38,8 @@ from drumline.model.slices import Slice, checkpoint_name, cut
 from drumline.model.spec import ModelSpec
 from drumline.model.weights import DummyWeights, Part, SafetensorsWeights, WeightSource
 from drumline.parallel.shards import Range, vocab_shards, width_shards
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[float], None]
 """Gets the part that is done, 0 .. 1."""
@@ -290,6 +293,15 @@ def _choose_frequencies(rotary: Any, config: Any, max_model_len: int) -> None:
         return
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    first = config.rope_parameters["original_max_position_embeddings"]
+    if max_model_len > first:
+        log.info(
+            "sequences may have up to %d tokens, more than the %d of the model's first training: all take the "
+            "long set of rotary frequencies. --max-model-len %d takes the short set, which is better for short ones",
+            max_model_len,
+            first,
+            first,
+        )
     frequencies, rotary.attention_scaling = ROPE_INIT_FUNCTIONS["longrope"](config, None, seq_len=max_model_len)
     rotary.register_buffer("inv_freq", frequencies, persistent=False)
     rotary.rope_type = "default"  # no update in the forward

@@ -65,9 +65,10 @@ class SafetensorsWeights:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = _tensor_files(folder)
-        for name, other in ALIASES.items():
-            if name not in self._files and other in self._files:
-                self._files[name] = self._files[other]
+        self._stored = {
+            name: other for name, other in ALIASES.items() if name not in self._files and other in self._files
+        }
+        self._files |= {name: self._files[other] for name, other in self._stored.items()}
         self._open: tuple[str, Any] | None = None
 
     def check(self, names: list[str], folder: str) -> None:
@@ -84,11 +85,11 @@ class SafetensorsWeights:
 
     def read(self, name: str, shape: tuple[int, ...], part: Part | None) -> torch.Tensor:
         """This rank's part; if it is one range, a view of the file, which lives as long as the view."""
-        handle = self._handle(self._files[name])
+        file = self._files[name]
         try:
-            source = handle.get_slice(name)
-        except SafetensorError:
-            source = handle.get_slice(ALIASES[name])
+            source = self._handle(file).get_slice(self._stored.get(name, name))
+        except SafetensorError as error:
+            raise ConfigError(f"{self._folder / file} lacks {name}, which its index names: {error}") from error
         if source.get_dtype() not in _FILE_DTYPES:
             raise UnsupportedModelError(f"weights of type {source.get_dtype()} ({name}) cannot be served yet")
         full = shape if part is None else part.full
