@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from drumline.engine.protocol import EngineRequest, RequestOutput
-from drumline.engine.scheduler import MAX_SCORED
+from drumline.engine.scheduler import MAX_SCORED, MAX_SCORED_VALUES, MAX_START_BYTES
+from drumline.errors import RequestError
 from drumline.plan.sampling import SamplingParams
-from drumline.plan.step import TokenLogprobs, ints
+from drumline.plan.step import TokenLogprobs, encode, ints
 
-from .rig import Rig, request
+from .rig import Rig, check_all, request
 
 
 class ScoringRig(Rig):
@@ -90,11 +92,41 @@ def test_a_plan_scores_so_many_tokens_at_most() -> None:
     assert max(scored) <= MAX_SCORED + 1  # nothing is predicted by the last token of "a", computed beside others of "b"
 
 
+def test_many_log_probabilities_of_a_token_count_for_more() -> None:
+    rig = ScoringRig(num_blocks=500, max_num_batched_tokens=3000, max_model_len=1500)
+    req = request("a", [1] * 50, 3, prompt_logprobs=0)
+    rig.scheduler.add(req)
+    (held,) = rig.scheduler._waiting
+    held.sampling = msgspec.structs.replace(held.sampling, prompt_logprobs=MAX_SCORED_VALUES // 10 - 1)
+    rig.run()
+    rig.check(req)
+    assert [ints(plan.num_tokens).tolist() for plan in rig.plans] == [[10]] * 5 + [[1]] * 2
+
+
 def test_whole_prompts_are_scored_at_once_with_chunked_prefill_off() -> None:
     rig = ScoringRig(num_blocks=500, max_num_batched_tokens=1500, max_model_len=1500, chunked=False)
-    req = request("a", [1] * 600, 3, prompt_logprobs=0)
-    rig.run(req)
-    rig.check(req)
+    requests = [request(name, [1] * 200, 3, prompt_logprobs=0) for name in "ab"]
+    rig.run(*requests)
+    rig.check(*requests)
+    assert [ints(plan.num_tokens).tolist() for plan in rig.plans][:2] == [[200], [1, 200]]
+    with pytest.raises(RequestError, match="computed for 256 tokens in a step") as caught:
+        rig.scheduler.add(request("c", [1] * 258, 3, prompt_logprobs=0))
+    assert caught.value.param == "prompt_logprobs"
+
+
+def test_what_one_plan_says_of_requests_is_bounded() -> None:
+    """Prompts that are in the cache cost a plan no tokens, but all of their tokens are in it."""
+    rig = Rig(num_blocks=40000, block_size=64, max_num_batched_tokens=64000, max_model_len=70000)
+    prompt = [1, 2, 3] * 20000
+    rig.run(request("first", prompt, 1))
+    before = len(rig.plans)
+    requests = [request(str(number), [*prompt, number], 3) for number in range(8)]
+    rig.run(*requests)
+    check_all(rig, requests)
+    starts = [len(plan.starts) for plan in rig.plans[before:]]
+    assert sum(starts) == 8
+    assert starts[:2] == [4, 4]
+    assert all(len(encode(plan)) < MAX_START_BYTES * 1.1 for plan in rig.plans)
 
 
 def test_numbers_of_a_request_are_brought_into_range() -> None:

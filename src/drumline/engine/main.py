@@ -25,6 +25,7 @@ from drumline.engine.capacity import Capacity, fit_max_model_len, pool_capacity
 from drumline.engine.channel import CoreChannel
 from drumline.engine.core import EngineCore
 from drumline.engine.protocol import CoreStart, EngineInfo, ProcessState
+from drumline.engine.rings import with_rings
 from drumline.engine.scheduler import Limits, Scheduler
 from drumline.errors import ExecutorFailedError, ExitCode, StartupError
 from drumline.executor import Executor, WorkerState
@@ -90,7 +91,9 @@ class EngineProcess:
         self._child.set_phase("starting workers")
         kind = Executor.get_class(self._config)
         forkserver = None if kind.worker_in_process else self._child.forkserver
-        return kind(self._config, waiter=self._waiter, forkserver=forkserver, on_phase=self._pass_on)
+        return kind(
+            with_rings(self._config, self._spec), waiter=self._waiter, forkserver=forkserver, on_phase=self._pass_on
+        )
 
     def _pass_on(self, state: WorkerState) -> None:
         """A worker is in another phase. One that is an object in this process (``uni``) has no row of its own."""

@@ -38,6 +38,8 @@ class Request:
     """Those of the prompt's tokens 1, 2, ... that are known; None if they were not asked for."""
     scoring: bool = False
     """The workers were told to compute them when it was let in."""
+    sampling_bytes: int = 64
+    """What ``sampling`` takes in a plan, at most."""
     slot: int = -1
     """-1: it is waiting."""
     announced: bool = False

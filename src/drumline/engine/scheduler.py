@@ -49,7 +49,8 @@ A row whose input token is still pending may therefore be in plan n only if plan
 one, samples it; a row whose input is known is free to go at once, so chunks of one prompt follow each other plan by
 plan. To keep all stages busy, decoding requests are dealt out: one plan takes at most their number divided by
 num_micro_batches, rounded up, those first that have waited longest since their last token. With nothing in flight
-nothing is pending, so somebody can always go on.
+nothing is pending, so somebody can always go on. Where there are fewer decoding requests than stages, the first stage
+waits whatever is done: their next plans are sent one ahead all the same, so that it does not wait for the core, too.
 
 **Prefix cache.** A block is made known when an issued plan computes all of its tokens and these are known: plans run in
 order, so whoever shares it in a later plan reads what an earlier one wrote. Within one plan too, because each layer
@@ -78,6 +79,11 @@ from drumline.plan.step import BY_VALUE, PromptLogprobs, SlotStart, StepOutput, 
 
 MAX_SCORED = 256
 """Prompt tokens whose log-probabilities one plan computes: each takes a row of logits over the whole vocabulary."""
+MAX_SCORED_VALUES = 1 << 20
+"""Log-probabilities of prompt tokens that the answer to one plan has, unless a single token has more."""
+MAX_START_BYTES = 1 << 20
+"""Bytes of requests that one plan tells the workers of, unless a single one has more: what it says about a cached
+prompt costs no tokens, but must fit into a message (``engine.rings``)."""
 
 _rank = attrgetter("rank")
 _number = attrgetter("number")
@@ -139,8 +145,11 @@ class _Rows:
     """Requests of the rows that sample."""
     num_prefill: int = 0
     """Tokens of prompts (and of what is recomputed)."""
-    scored: int = MAX_SCORED
-    """Prompt tokens whose log-probabilities may still be computed."""
+    scored: int = MAX_SCORED_VALUES
+    """Log-probabilities of prompt tokens that may still be asked for; a token counts for 1 / MAX_SCORED of all at
+    least."""
+    start_bytes: int = 0
+    """Of ``starts``."""
     prompts: dict[int, Request] = field(default_factory=dict)
     """Requests by slot whose rows compute some."""
 
@@ -171,6 +180,11 @@ class _Issued:
     """Their slots."""
     prompts: dict[int, Request]
     """Requests by slot, some of whose prompt's log-probabilities the plan computes."""
+
+
+def _score_cost(sampling: SlotSampling) -> int:
+    """What log-probabilities of one prompt token take of MAX_SCORED_VALUES."""
+    return min(max(sampling.prompt_logprobs + 1, MAX_SCORED_VALUES // MAX_SCORED), MAX_SCORED_VALUES)
 
 
 class Scheduler:
@@ -362,10 +376,10 @@ class Scheduler:
     def _micro_batch(self) -> list[Request]:
         """Decoding requests whose turn it is, in order of rank: see "Micro-batches" above."""
         batches = self.limits.num_micro_batches
-        latest = self._step - batches
         live = [request for request in self._decoding if request.length < request.max_length]
         share = -(-len(live) // batches)
-        able = [request for request in live if request.last_step <= latest or not request.pending]
+        latest = self._step - min(batches, len(live))
+        able = [r for r in live if not r.pending or (r.last_step <= latest and r.pending < 2)]
         if len(able) > share:
             able = sorted(sorted(able, key=_last_step)[:share], key=_rank)
         return able
@@ -403,6 +417,8 @@ class Scheduler:
         count = min(left, room)
         if count < left and not self.limits.enable_chunked_prefill:
             return False
+        if not request.announced and not self._has_space(rows, request):
+            return False
         if request.scoring:
             count = self._score(rows, request, count)
             if not count:
@@ -435,12 +451,22 @@ class Scheduler:
         scored = min(request.num_computed + count, request.num_prompt - 1) - request.num_computed
         if scored <= 0:
             return count
-        if scored > rows.scored and self.limits.enable_chunked_prefill:
-            scored = count = rows.scored
-        rows.scored -= scored
+        cost = _score_cost(request.sampling)
+        if scored * cost > rows.scored:
+            scored = count = rows.scored // cost if self.limits.enable_chunked_prefill else 0
+        rows.scored -= scored * cost
         if count:
             rows.prompts[request.slot] = request
         return count
+
+    @staticmethod
+    def _has_space(rows: _Rows, request: Request) -> bool:
+        """The plan has space for one more start."""
+        needed = 4 * (len(request.tokens) + len(request.blocks)) + request.sampling_bytes
+        if rows.starts and rows.start_bytes + needed > MAX_START_BYTES:
+            return False
+        rows.start_bytes += needed
+        return True
 
     def _announce(self, rows: _Rows, request: Request) -> list[int]:
         """Tell the workers of a request in its slot; its blocks, which they are to be told of too."""
@@ -587,6 +613,14 @@ class Scheduler:
         max_length = limits.max_model_len
         if sampling.max_tokens is not None:
             max_length = min(max_length, len(prompt) + sampling.max_tokens)
+        slot_sampling = self._slot_sampling(request)
+        most = MAX_SCORED_VALUES // _score_cost(slot_sampling)
+        if sampling.prompt_logprobs is not None and not limits.enable_chunked_prefill and len(prompt) - 1 > most:
+            raise RequestError(
+                f"prompt_logprobs are computed for {most} tokens in a step, but the prompt has {len(prompt)} and "
+                f"prompts are not computed in chunks: ask for fewer, or start the server with chunked prefill",
+                param="prompt_logprobs",
+            )
         needed = self.pool.blocks_for(max_length - 1)  # the last token is never computed
         if needed > self.pool.num_blocks:
             raise RequestError(
@@ -605,7 +639,8 @@ class Scheduler:
             num_prompt=len(prompt),
             length=len(prompt),
             max_length=max_length,
-            sampling=self._slot_sampling(request),
+            sampling=slot_sampling,
+            sampling_bytes=len(msgspec.msgpack.encode(slot_sampling)),
             end_tokens=frozenset(() if sampling.ignore_eos else request.eos_token_ids),
             stop_tokens=frozenset(sampling.stop_token_ids or ()),
             prompt_logprobs=None if sampling.prompt_logprobs is None else [],
