@@ -19,11 +19,12 @@ PYTEST_ARGS ?=
 TORCH_VERSION := 2.13.0
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: help serve install dev test check matrix chaos soak fuzz bench wheel clean
+.PHONY: help serve install dev test test-floor check matrix chaos soak fuzz bench wheel clean
 
 help:
 	@echo 'make serve    set up .venv and serve the default model with two workers on port 8000'
 	@echo 'make test     set up .venv and run the test suite'
+	@echo 'make test-floor  model tests with the oldest supported transformers'
 	@echo 'make check    ruff, mypy and the import rules'
 	@echo 'make matrix   token equality, every model shape x TP x option (long)'
 	@echo 'make chaos    every process killed in every phase of its life (minutes)'
@@ -63,6 +64,9 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 
 test: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -m 'not matrix and not chaos and not bench and not soak and not fuzz' $(PYTEST_ARGS)
+
+test-floor: dev
+	sh scripts/test_floor.sh $(BIN)/python $(VENV)/floor -m 'not chaos and not bench' $(PYTEST_ARGS)
 
 matrix: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m matrix $(PYTEST_ARGS)
