@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline.model.cut import kept_tokens
+from drumline.model.cut import kept_prefix, kept_tokens
 from drumline.model.noise import CpuNoise, Noise, noise_at
 from drumline.model.sampling import MOST, Sampler, SamplingRows
 from drumline.model.slots import SlotTable
@@ -183,6 +183,31 @@ def test_top_p_of_a_flat_distribution() -> None:
         keep = kept_tokens(logits, make_rows(1, top_p=np.array([top_p])))
         expected, on_edge = rule.kept(logits[0].double().numpy(), 0, top_p)
         assert on_edge or keep[0].tolist() == expected.tolist()
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.integers(0, 2**32), st.sampled_from([3, 40, MOST]), st.booleans())
+def test_what_stays_is_the_same_in_numpy_and_torch(seed: int, width: int, alone: bool) -> None:
+    """CPUs have numpy's arrays, other devices torch's."""
+    rng = np.random.default_rng(seed)
+    values = -np.sort(-np.round(rng.normal(size=(5, width)) * 4, 1), axis=1)
+    values[rng.random((5, width)).cumsum(axis=1) > width * 0.6] = -np.inf
+    values[0] = -np.inf
+    rows = make_rows(
+        5,
+        temperature=rng.choice([0.3, 1.0, 2.0], 5),
+        top_p=rng.choice([0.2, 0.9], 5) if alone else rng.choice([0.2, 0.9, 1.0], 5),
+        top_k=np.zeros(5, dtype=np.int32) if alone else rng.choice([1, 5, 400], 5).astype(np.int32),
+        min_p=np.zeros(5) if alone else rng.choice([0.0, 0.1], 5),
+    )
+    total = rng.uniform(1, 50, 5)
+    for complete in (False, True):
+        with np.errstate(invalid="ignore"):
+            count, undecided = kept_prefix(values, rows, total=total, complete=complete)
+        again = kept_prefix(torch.from_numpy(values), rows, total=torch.from_numpy(total), complete=complete)
+        assert count.tolist() == again[0].tolist()
+        assert undecided.tolist() == again[1].tolist()
+        assert complete is False or not undecided.any()
 
 
 @st.composite
