@@ -100,7 +100,7 @@ class Slots:
         return seen
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 3]))
 def test_any_lives_of_slots_follow_the_rule(seed: int, size: int) -> None:
     def run(sampler: Sampler) -> list[int]:

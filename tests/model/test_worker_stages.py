@@ -12,7 +12,7 @@ from drumline.plan.sampling import SlotSampling
 from drumline.plan.step import StepOutput, StepPlan
 from tests.model.conftest import engine_config
 from tests.model.driver import Driver, Running, prompts
-from tests.model.equality import Tally, compare_greedy, compare_sampled
+from tests.model.equality import Tally, check_prompt_logprobs, compare_sampled
 from tests.model.ranks import RankHost
 
 Tiny = Callable[[str], tuple[Path, Any]]
@@ -22,7 +22,8 @@ SAMPLINGS = [
     SlotSampling(temperature=1.0, seed=11),
     SlotSampling(temperature=0.7, top_p=0.8, seed=12),
     SlotSampling(temperature=1.2, top_k=7, seed=13, logprobs=2),
-    SlotSampling(logprobs=0),
+    SlotSampling(logprobs=0, prompt_logprobs=1, repetition_penalty=1.3),
+    SlotSampling(temperature=0.8, min_p=0.05, frequency_penalty=0.5, bad_words=((5,), (6, 7)), seed=14),
 ]
 
 
@@ -53,10 +54,8 @@ def check(model: Any, requests: list[Running]) -> None:
     tally = Tally()
     for request in requests:
         assert request.done
-        if request.sampling.temperature:
-            tally.add(compare_sampled(model, request.prompt, request.outputs, request.sampling), request.sampling)
-        else:
-            tally.add(compare_greedy(model, request.prompt, request.outputs), request.sampling)
+        tally.add(compare_sampled(model, request.prompt, request.outputs, request.sampling), request.sampling)
+        check_prompt_logprobs(model, request)
     tally.check()
 
 
@@ -69,11 +68,12 @@ def test_stages_give_the_tokens_of_transformers(rank_host: RankHost, tiny: Tiny,
     start(rank_host, folder, tp, pp)
     driver = Driver(executor(rank_host, tp), max_chunk=11, seed=tp)
     vocabulary = model.config.vocab_size
-    requests = [driver.add(p, s, 8) for p, s in zip(prompts(5, vocabulary, 25), SAMPLINGS, strict=True)]
+    requests = [driver.add(p, s, 8) for p, s in zip(prompts(len(SAMPLINGS), vocabulary, 25), SAMPLINGS, strict=True)]
     for step in range(4):
         driver.step(defer=step % 2 == 1)
     driver.preempt(requests[1])
-    requests += [driver.add(p, s, 5) for p, s in zip(prompts(5, vocabulary, 9, seed=5), SAMPLINGS, strict=True)]
+    more = prompts(len(SAMPLINGS), vocabulary, 9, seed=5)
+    requests += [driver.add(p, s, 5) for p, s in zip(more, SAMPLINGS, strict=True)]
     while driver.running:
         driver.step(defer=driver.step_number % 3 == 0)
     check(model, requests)

@@ -32,12 +32,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from drumline.model.noise import row_blocks
+from drumline.model.noise import BLOCK, row_blocks
 from drumline.parallel.shards import Range
 from drumline.plan.sampling import SlotSampling
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
+
+DEVICE_BLOCK = 1 << 24
+"""Logits to which penalties are applied at once on devices other than CPUs: launches cost more than memory there."""
 
 _NO_TOKEN = -1
 _ANY = -2
@@ -86,6 +89,7 @@ class Adjustments:
             logits[self.banned.rows, self.banned.places] = float("-inf")
         if self.bias is not None and self.bias.values is not None:
             logits[self.bias.rows, self.bias.places] += self.bias.values
+        block = BLOCK if logits.device.type == "cpu" else DEVICE_BLOCK
         for penalties, change in (
             (self.repetition, _repeat),
             (self.frequency, _take_counted),
@@ -93,7 +97,7 @@ class Adjustments:
         ):
             if penalties is None:
                 continue
-            for part in row_blocks(len(penalties.rows), logits.shape[1]):
+            for part in row_blocks(len(penalties.rows), logits.shape[1], block):
                 rows, held = penalties.rows[part], penalties.table.data[penalties.held[part]]
                 logits[rows] = change(logits[rows], held, penalties.amount[part, None])
 

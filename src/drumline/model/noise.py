@@ -42,9 +42,9 @@ _GOLDEN, _MIX_1, _MIX_2 = _U(0x9E3779B97F4A7C15), _U(0xBF58476D1CE4E5B9), _U(0x9
 _LOG_2_32 = float(np.log(2.0**32 * 1.001))
 
 
-def row_blocks(rows: int, width: int) -> Iterator[slice]:
-    """Rows of a table in blocks that stay in the cache."""
-    step = max(BLOCK // max(width, 1), 1)
+def row_blocks(rows: int, width: int, block: int = BLOCK) -> Iterator[slice]:
+    """Rows of a table in blocks that stay in a CPU's cache."""
+    step = max(block // max(width, 1), 1)
     for first in range(0, rows, step):
         yield slice(first, min(first + step, rows))
 
