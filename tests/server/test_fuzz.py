@@ -21,7 +21,7 @@ from requests import Session
 from drumline.server.schema import REFUSED
 
 from .command import Serve, tiny_folder
-from .peer import Served
+from .peer import ScriptedEngine, served
 
 SHORT, LONG = 200, 2000
 
@@ -112,12 +112,13 @@ def _token(value: Any) -> Any:
     return value % 420 if isinstance(value, int) else value
 
 
-async def test_short(server: Served) -> None:
-    statuses = await asyncio.to_thread(fuzz, server.url, SHORT, 1)
-    assert statuses.total() >= SHORT
-    assert statuses[200] > SHORT // 10, statuses
-    assert statuses[400] > SHORT // 10, statuses
-    assert not server.engine.running
+async def test_short(folder: Path) -> None:
+    async with served(folder, engine=ScriptedEngine(max_model_len=48)) as server:
+        statuses = await asyncio.to_thread(fuzz, server.url, SHORT, 1)
+        assert statuses.total() >= SHORT
+        assert statuses[200] > SHORT // 10, statuses
+        assert statuses[400] > SHORT // 10, statuses
+        assert not server.engine.running
 
 
 @pytest.mark.fuzz

@@ -116,6 +116,7 @@ def _answers(server: Serve) -> None:
     assert server.request("POST", COMPLETION, best)[1]["usage"]["completion_tokens"] == 12
     assert server.gauge("request_queue_time_seconds_sum") > 0
     assert server.gauge("step_seconds_total") > 0
+    assert server.gauge("iteration_tokens_total_sum") > 12
 
 
 def _frees_what_clients_left(server: Serve) -> None:

@@ -25,6 +25,7 @@ import os
 import pickle
 import socket
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ import cloudpickle
 
 from drumline.engine.channel import Incoming, Outgoing, Undecodable
 from drumline.engine.protocol import (
+    STEP_TOKENS,
     Abort,
     EngineOutputs,
     EngineRequest,
@@ -145,6 +147,8 @@ class EngineCore:
         self._queued: dict[str, float] = {}
         """Seconds that requests without output have waited before their first step."""
         self._phases = _Phases()
+        self._step_tokens = [0] * (len(STEP_TOKENS) + 1)
+        self._tokens = 0
         self._stopping = False
         self._utilities: dict[str, Callable[..., Any]] = {
             "ping": lambda: "pong",
@@ -167,6 +171,7 @@ class EngineCore:
         stats.schedule_s, stats.dispatch_s, stats.wait_s = phases.schedule, phases.dispatch, phases.wait
         stats.update_s, stats.output_s = phases.update, phases.output
         stats.forward_s, stats.sample_s = phases.forward, phases.sample
+        stats.step_tokens, stats.tokens = self._step_tokens, self._tokens
         return stats
 
     def stop(self) -> None:
@@ -220,6 +225,9 @@ class EngineCore:
         self._phases.schedule += made - began
         if plan is None:
             return False
+        tokens = sum(memoryview(plan.num_tokens).cast("i"))
+        self._step_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
+        self._tokens += tokens
         for start in plan.starts:
             if (arrival := self._arrivals.pop(start.request_id, None)) is not None:
                 self._queued[start.request_id] = max(0.0, time.time() - arrival)

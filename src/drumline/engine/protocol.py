@@ -78,6 +78,10 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What went wrong, with finish_reason ``error``."""
 
 
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the buckets of ``EngineStats.step_tokens``."""
+
+
 class EngineStats(msgspec.Struct, kw_only=True):
     """State of the scheduler after a step; counters count from the start of the engine."""
 
@@ -105,6 +109,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Seconds that the output rank has spent in forwards (see ``StepOutput``)."""
     sample_s: float = 0.0
     """On sampling."""
+    step_tokens: list[int] = []
+    """Steps by the tokens that they computed, of prompts and outputs: one for each of ``STEP_TOKENS``, and one over."""
+    tokens: int = 0
+    """Tokens of all steps."""
 
 
 class EngineOutputs(msgspec.Struct, tag="outputs", kw_only=True):

@@ -23,6 +23,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from drumline.engine.protocol import STEP_TOKENS
 from drumline.text.requests import PreparedRequest
 
 if TYPE_CHECKING:
@@ -66,13 +67,20 @@ class Histogram:
         self._counts[bisect_left(self.bounds, value)] += times
         self._sum += value * times
 
-    def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
+    def set(self, counts: Sequence[int], total: float) -> None:
+        """Take what was counted elsewhere: for each bucket, and the sum of all values."""
+        if counts:
+            self._counts, self._sum = list(counts), total
+
+    def family(self, labels: dict[str, str]) -> Metric:
         """For the answer of ``/metrics``."""
         rows, below = [], 0
         for bound, count in zip([*map(str, self.bounds), "+Inf"], self._counts, strict=True):
             below += count
             rows.append((bound, below))
-        family.add_metric(labels, rows, self._sum)
+        found = HistogramMetricFamily(self.name, self.text, labels=list(labels))
+        found.add_metric(list(labels.values()), rows, self._sum)
+        return found
 
 
 class Metrics(Collector):
@@ -168,9 +176,7 @@ class Metrics(Collector):
             ended.add_metric([*labels.values(), reason], count)
         yield ended
         for histogram in self._histograms:
-            family = HistogramMetricFamily(histogram.name, histogram.text, labels=list(labels))
-            histogram.add_to(family, list(labels.values()))
-            yield family
+            yield histogram.family(labels)
         if service.engine is not None and service.engine.info is not None:
             yield from _engine(service, service.engine.stats(), labels)
 
@@ -201,6 +207,9 @@ def _engine(service: Service, stats: EngineStats, labels: dict[str, str]) -> Ite
     )
     for name, text, value in counters:
         yield _counter(name, text, value, labels)
+    steps = Histogram("vllm:iteration_tokens_total", "Tokens of a step, of prompts and outputs", STEP_TOKENS)
+    steps.set(stats.step_tokens, stats.tokens)
+    yield steps.family(labels)
     seconds = CounterMetricFamily(
         "drumline:step_seconds", "Seconds in each phase of the engine's steps", labels=[*labels, "phase"]
     )
