@@ -72,7 +72,7 @@ class Ours:
         rng = np.random.default_rng(0)
         self.free = rng.permutation(self.cache.num_blocks).astype(np.int32).tolist()
         for slot in self.slots.tolist():
-            start = SlotStart(slot, str(slot), pack(rng.integers(3, 500, context)), context, SlotSampling())
+            start = SlotStart(slot, str(slot), pack(rng.integers(3, 500, context).tolist()), context, SlotSampling())
             plan = StepPlan(
                 step=-2 - slot,
                 starts=[start],
@@ -131,8 +131,9 @@ class Theirs:
 
 def timed(step: Callable[[], None], seconds: float) -> list[float]:
     """Seconds of each step, for about so long."""
-    taken, end = [], time.perf_counter() + seconds
-    while time.perf_counter() < end and len(taken) < 200 or len(taken) < 3:
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(taken) < 3 or (len(taken) < 200 and time.perf_counter() < end):
         began = time.perf_counter()
         step()
         taken.append(time.perf_counter() - began)

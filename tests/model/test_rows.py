@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from drumline.model import attention
+from drumline.model import attention, rows
 from drumline.model.attention import AttentionBatch, KVCache, attend, make_batch, write
 from drumline.model.rows import RowCopies
 from tests.model.test_attention import SCALE, plain
 
 CPU = torch.device("cpu")
+TOKEN = 2 * 2 * 2 * 8 * 4
+"""Bytes of a token; a page has 128 tokens of one head."""
 BLOCK, HEADS, GROUP, DIM, SLOTS, LONGEST = 4, 2, 3, 8, 6, 150
 
 
@@ -96,11 +98,12 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_lives(seed: int) -> None:
+def test_random_lives(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(seed)
-    # All fit; three rows or so fit; none fits.
-    token = 2 * 2 * HEADS * DIM * 4
-    budget = [1 << 30, 120 * token, 400 * token, token][seed % 4]
+    # All fit; one row or so; three or so; none.
+    page = 128 * TOKEN
+    budget = [1 << 30, 2 * page, 5 * page, page - 1][seed % 4]
+    monkeypatch.setattr(rows, "ROOM", [20, 300][seed % 2])
     model = Model(seed, budget)
     placed = 0
     for _ in range(60):
@@ -120,7 +123,7 @@ def test_random_lives(seed: int) -> None:
         batch = model.step(counts, window, softcap)
         placed += len(batch.view(window).placed)
         assert model.copies.nbytes <= budget
-    assert (placed > 0) == (budget > token)
+    assert (placed > 0) == (budget > page)
 
 
 def test_rows_that_fit_are_not_gathered_and_keep_their_places() -> None:
@@ -154,15 +157,14 @@ def test_only_rows_that_continue_get_a_place() -> None:
 
 
 def test_memory_of_ended_rows_is_given_back_for_others() -> None:
-    token = 2 * 2 * HEADS * DIM * 4
-    model = Model(0, budget=60 * token)
+    model = Model(0, budget=128 * TOKEN)
     for slot in (0, 1):
         model.start(slot)
     model.step({0: 50, 1: 40})
     assert len(model.step({0: 1, 1: 1}).view(None).placed) == 1
     model.end(0)
     assert [group.places for group in model.step({1: 1}).view(None).placed] == [slice(0, 1)]
-    assert model.copies.nbytes <= 60 * token
+    assert model.copies.nbytes == 128 * TOKEN
 
 
 def test_rows_of_very_different_length_are_not_padded_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ class DecodeGroup:
     max_len: int
     """Keys that are looked at: the longest row's, its own token included."""
     mask: torch.Tensor | None
-    """[B, 1, 1, max_len] 0 where there is context, else -inf, in the model's type; None if all see all keys."""
+    """[B, 1, 1, max_len] what it sees (:func:`_mask`); None if all see all keys."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class WindowView:
     _mask: torch.Tensor | None = None
 
     def piece_mask(self, before: int, count: int, like: torch.Tensor) -> torch.Tensor:
-        """[count, before + count] additive mask of ``count`` queries with ``before`` keys ahead of the first.
+        """[count, before + count] mask (:func:`_mask`) of ``count`` queries with ``before`` keys ahead of the first.
 
         All are slices of one: its column c stands for key c - longest + before, where query i sees keys up to
         before + i. Made when the first layer asks.
@@ -387,7 +387,7 @@ def _decode_mask(
         return None
     keys = np.arange(longest)
     seen = torch.from_numpy((keys < ends[:, None]) & (keys >= skipped[:, None]))
-    return _additive(seen, batch.dtype)[:, None, None, :].to(batch.device)
+    return _mask(seen.to(batch.device), batch.dtype)[:, None, None, :]
 
 
 def _placed_group(
@@ -437,11 +437,16 @@ def _prefill_mask(longest: int, window: int | None, dtype: torch.dtype, device: 
     seen = ahead <= query
     if window is not None:
         seen &= ahead > query - window
-    return _additive(seen, dtype)
+    return _mask(seen, dtype)
 
 
-def _additive(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where ``seen``, else -inf: kernels would convert a mask of bools in every layer."""
+def _mask(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """On the CPU 0 where ``seen``, else -inf: the kernel would convert a mask of bools in every layer.
+
+    Other devices convert bools to what suits their kernels (memory that is aligned, which slices are not).
+    """
+    if seen.device.type != "cpu":
+        return seen
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
 
@@ -627,7 +632,7 @@ def _capped(
     scores = (q * (scaling / softcap)) @ keys.transpose(-1, -2)
     scores = scores.tanh_().mul_(softcap)
     if mask is not None:
-        scores = scores.add_(mask)
+        scores = scores.add_(mask) if mask.dtype != torch.bool else scores.masked_fill_(~mask, float("-inf"))
     return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ values
 
 

@@ -152,7 +152,7 @@ class LeanForward:
         q, k, v = qkv[:, : self._q_heads], qkv[:, self._q_heads : rotated], qkv[:, rotated:]
         write(batch, number, qkv[:, self._q_heads :].view(tokens, 2, -1, self._head_dim))
         out = attend(batch, number, q, k, v, scaling=layer.scaling, window=layer.window, softcap=layer.softcap)
-        return out.view(tokens, -1)
+        return out.reshape(tokens, -1)
 
     def _logits(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         assert self._norm is not None

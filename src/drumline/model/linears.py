@@ -164,6 +164,9 @@ class BlockedWeights:
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """See :class:`Weights`."""
         width = self._blocks.shape[2]
+        if len(numbers) == 1:
+            block, column = divmod(int(numbers[0]), width)
+            return self._blocks[block, :, column].clone(memory_format=torch.contiguous_format)[None]
         return self._blocks[numbers // width, :, numbers % width]
 
 

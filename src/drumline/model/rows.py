@@ -5,7 +5,9 @@ three times what attention itself takes on a CPU. Here a row that decodes has a 
 ``[layers, 2, heads, tokens, D]``, filled from its blocks when it is first seen and continued by one token a step. Rows
 in neighbouring places are one strided tensor for the attention kernel, without a copy.
 
-- Places are lazy memory: each has room for the longest sequence, and costs what was written to it.
+- Places are lazy memory: each costs what was written to it. All have room for the same number of tokens, which grows
+  with the longest row (``ROOM``, doubled): room that is not used spreads the used pages, which made attention over 32
+  rows up to 2 times slower.
 - All places together may take ``budget`` bytes. Rows that do not fit are gathered as before. Places that are not in
   use give their memory back when others need it.
 - The paged cache stays the truth: everything is written there too, so prefixes are shared and slots preempted without
@@ -28,6 +30,9 @@ import torch
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
+ROOM = 320
+"""Tokens that a place has room for at first."""
+
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
@@ -38,24 +43,11 @@ class RowCopies:
         """``cache``: the paged one, [layers, 2, blocks, heads, block, D]. OSError if there is no address space."""
         layers, two, _, heads, _, dim = cache.shape
         self._cache = cache
-        self._token_bytes = layers * two * heads * dim * cache.dtype.itemsize
+        self._num_places, self._max_tokens = num_places, max_tokens
         line = dim * cache.dtype.itemsize
-        page = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, line)
-        # Whole pages for each head, and an odd number of them: else the same token of all heads meets in the cache.
-        pages = -(-max_tokens // page) | 1
-        shape = (num_places, layers, two, heads, pages * page, dim)
-        self._place_bytes = self._token_bytes * pages * page
-        self._memory = mmap.mmap(
-            -1, self._place_bytes * num_places, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-        )
-        if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            try:
-                self._memory.madvise(mmap.MADV_NOHUGEPAGE)
-            except OSError:
-                pass  # a kernel without transparent huge pages
-        self.data = torch.frombuffer(self._memory, dtype=cache.dtype, count=math.prod(shape)).view(shape)
-        self.layers = list(self.data.unbind(1))
-        """Of each layer [places, 2, heads, tokens, D]."""
+        self._token_bytes = layers * two * heads * line
+        self._page_tokens = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, line)
+        self._reserve(ROOM)
         self._budget = budget
         self._slot = np.full(num_places, -1, dtype=np.int64)
         """Slot in each place; -1: free."""
@@ -66,10 +58,49 @@ class RowCopies:
         """Tokens whose memory is in use."""
         self._place_of = np.full(64, -1, dtype=np.int64)
 
+    def _reserve(self, tokens: int) -> None:
+        """Places with room for so many tokens, in whole pages. OSError if there is no address space."""
+        layers, two, _, heads, _, dim = self._cache.shape
+        room = -(-min(tokens, self._max_tokens) // self._page_tokens) * self._page_tokens
+        shape = (self._num_places, layers, two, heads, room, dim)
+        self._room = room
+        self._place_bytes = self._token_bytes * room
+        self._memory = mmap.mmap(
+            -1, self._place_bytes * self._num_places, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        )
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            try:
+                self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+            except OSError:
+                pass  # a kernel without transparent huge pages
+        self.data = torch.frombuffer(self._memory, dtype=self._cache.dtype, count=math.prod(shape)).view(shape)
+        self.layers = list(self.data.unbind(1))
+        """Of each layer [places, 2, heads, tokens, D]."""
+
+    def _grow(self, tokens: int) -> None:
+        """Room for so many tokens in each place, if they may be had and the budget allows for such a row."""
+        room, size = self._room, self._place_bytes
+        while room < tokens:
+            room *= 2
+        old, memory = self.data, self._memory
+        if tokens * self._token_bytes > self._budget:
+            return
+        try:
+            self._reserve(room)
+        except OSError:
+            return
+        self._touched[self._slot < 0] = 0
+        for place in np.flatnonzero(self._slot >= 0):
+            count = int(self._length[place])
+            self.data[place, :, :, :, :count] = old[place, :, :, :, :count]
+            self._touched[place] = count
+            memory.madvise(mmap.MADV_DONTNEED, int(place) * size, size)
+
     @property
     def nbytes(self) -> int:
         """Memory in use."""
-        return int(self._touched.sum()) * self._token_bytes
+        pages = -(-self._touched // self._page_tokens)
+        return int(pages.sum()) * self._page_tokens * self._token_bytes
 
     def places(self, slots: Ints, lives: Longs, tables: Ints, computed: Ints) -> Longs:
         """Place of each of these rows, with its first ``computed`` tokens; -1 where it has none. Each adds one token.
@@ -79,17 +110,20 @@ class RowCopies:
         self._free_ended(lives)
         if len(lives) > len(self._place_of):
             self._place_of = np.pad(self._place_of, (0, len(lives) - len(self._place_of)), constant_values=-1)
+        if int(computed.max()) >= self._room:
+            self._grow(int(computed.max()) + 1)
         found = self._place_of[slots]
         for row in np.flatnonzero((found < 0) | (self._length[found] < computed)):
             slot, done = int(slots[row]), int(computed[row])
             found[row] = self._fill(int(found[row]), slot, int(lives[slot]), tables[row], done)
+        found[computed >= self._room] = -1
         held = found >= 0
         places = found[held]
         self._length[places] = computed[held] + 1
         self._touched[places] = np.maximum(self._touched[places], self._length[places])
         if self.nbytes > self._budget:
             self._shrink()
-            found = self._place_of[slots]
+            found[held] = self._place_of[slots[held]]
         return found
 
     def _free_ended(self, lives: Longs) -> None:
@@ -101,6 +135,8 @@ class RowCopies:
 
     def _fill(self, place: int, slot: int, life: int, table: Ints, count: int) -> int:
         """Bring a row's first ``count`` tokens into its place, or a new one. -1 if there is no room."""
+        if count >= self._room:
+            return -1
         first = 0
         if place >= 0:
             first = int(self._length[place])
@@ -124,7 +160,8 @@ class RowCopies:
 
     def _make_room(self, place: int, tokens: int) -> bool:
         """Whether so many tokens fit in a free place; others' unused memory is given back for it."""
-        more = max(tokens + 1 - int(self._touched[place]), 0) * self._token_bytes
+        pages = -(-(tokens + 1) // self._page_tokens) + int(-self._touched[place] // self._page_tokens)
+        more = max(pages, 0) * self._page_tokens * self._token_bytes
         if self.nbytes + more <= self._budget:
             return True
         for other in np.flatnonzero((self._slot < 0) & (self._touched > 0)):
