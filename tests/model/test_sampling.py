@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from drumline.model.cut import kept_prefix, kept_tokens
 from drumline.model.noise import CpuNoise, Noise, noise_at
-from drumline.model.sampling import MOST, Sampler, SamplingRows
+from drumline.model.sampling import MORE, MOST, Sampler, SamplingRows
 from drumline.model.slots import SlotTable
 from drumline.parallel.shards import Range, vocab_shards
 from drumline.plan.sampling import SlotSampling
@@ -214,7 +214,7 @@ def test_what_stays_is_the_same_in_numpy_and_torch(seed: int, width: int, alone:
 def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[SlotSampling], int]:
     """Logits, what each row asks for, and a number of ranks: vocabularies below and above MOST, flat and steep ones."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    vocab_size = draw(st.sampled_from([40, MOST, 3 * MOST + 1]))
+    vocab_size = draw(st.sampled_from([40, MOST, 3 * MOST + 1, MORE + 300]))
     rows = draw(st.integers(1, 6))
     scale = rng.choice([0.01, 1.0, 4.0], size=(rows, 1))
     logits = (rng.normal(size=(rows, vocab_size)) * scale).astype(np.float32)
@@ -224,7 +224,7 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[SlotSampling], int]:
         SlotSampling(
             temperature=float(rng.choice([0.0, 0.01, 0.7, 1.0, 2.0])),
             top_p=float(rng.choice([1.0, 1.0, 0.1, 0.9, 0.999])),
-            top_k=int(rng.choice([0, 0, 1, 5, MOST - 1, MOST, MOST + 1])),
+            top_k=int(rng.choice([0, 0, 1, 5, MOST - 1, MOST, MOST + 1, MORE])),
             min_p=float(rng.choice([0.0, 0.0, 0.001, 0.3, 1.0])),
             seed=int(rng.integers(0, 2**63)),
         )
