@@ -85,9 +85,9 @@ class Model:
             torch.cat([getattr(self.requests[slot], kind)[:, -count:] for slot, count in counts.items()], 1)
             for kind in ("keys", "values")
         ]
-        k, v = (part.transpose(0, 1) for part in new)
-        write(batch, 1, torch.stack([k, v], 1))
-        out = attend(batch, 1, queries, k, v, scaling=SCALE, window=window, softcap=softcap)
+        keys_values = torch.stack([part.transpose(0, 1) for part in new], 1)
+        write(batch, 1, keys_values)
+        out = attend(batch, 1, queries, keys_values, scaling=SCALE, window=window, softcap=softcap)
         for slot, before, query, got in zip(
             counts, computed, queries.split(numbers.tolist()), out.split(numbers.tolist()), strict=True
         ):
@@ -174,7 +174,7 @@ def test_rows_of_very_different_length_are_not_padded_to_the_longest(monkeypatch
         model.start(slot)
     model.step({0: 2, 1: 140, 2: 3})
     view = model.step({0: 1, 1: 1, 2: 1}).view(None)
-    assert [(group.places, group.keys) for group in view.placed] == [
+    assert [(group.places, group.reach) for group in view.placed] == [
         (slice(0, 1), slice(0, 3)),
         (slice(1, 2), slice(0, 141)),
         (slice(2, 3), slice(0, 4)),

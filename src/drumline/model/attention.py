@@ -144,10 +144,13 @@ class PlacedGroup:
     tokens: torch.Tensor | None
     """[B] places in the packed sequence; None if the step is just these rows, in order."""
     places: slice
-    keys: slice
+    reach: slice
     """Tokens that are looked at: from the first that a window reaches to the longest row's own."""
+    keys: Sequence[torch.Tensor]
+    """Of each layer [B, Hkv, reach, D]."""
+    values: Sequence[torch.Tensor]
     mask: torch.Tensor | None
-    """[B, 1, 1, keys] as in :class:`DecodeGroup`."""
+    """[B, 1, 1, reach] as in :class:`DecodeGroup`."""
 
 
 @dataclass(frozen=True)
@@ -212,8 +215,8 @@ class AttentionBatch:
     """[B] place of each row in the copies; -1: none."""
     write_places: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor] | None = None
     """Of tokens that go to the copies: which (None: all), place, position."""
-    one: tuple[int, int, int, int] | None = None
-    """Of a step of one token: block and place in it, place in the copies (-1: none) and position. On the CPU."""
+    targets: list[Sequence[torch.Tensor]] | None = None
+    """For a step of one token, instead of the indices above: of each layer [2, Hkv, D], in the cache and the copies."""
     _views: dict[int | None, WindowView] = field(default_factory=dict)
 
     def view(self, window: int | None) -> WindowView:
@@ -258,10 +261,12 @@ def make_batch(
     )
     if decoding is not None and cache.copies is not None:
         _place_rows(batch, cache.copies, *decoding)
-    if len(rows) == 1 and device.type == "cpu":
+    if len(rows) == 1:
         position = int(positions[0])
-        place = -1 if batch.places is None else int(batch.places[0])
-        batch.one = int(tables[0, position // size]), position % size, place, position
+        block = int(tables[0, position // size])
+        batch.targets = [cache.data[:, :, block, :, position % size].unbind()]
+        if batch.copies is not None and batch.places is not None:
+            batch.targets.append(batch.copies.data[int(batch.places[0]), :, :, :, position].unbind())
     return batch
 
 
@@ -398,8 +403,10 @@ def _placed_group(
     first, last = int(reached.min()), int(ends.max())
     place = int(batch.places[rows[0]])
     mask = _decode_mask(batch, ends - first, reached - first, last - first)
-    tokens = _tokens_of(batch, rows, starts)
-    return PlacedGroup(tokens, slice(place, place + len(rows)), slice(first, last), mask)
+    places, reach = slice(place, place + len(rows)), slice(first, last)
+    assert batch.copies is not None
+    keys, values = batch.copies.data[places, :, :, :, reach].unbind(2)
+    return PlacedGroup(_tokens_of(batch, rows, starts), places, reach, keys.unbind(1), values.unbind(1), mask)
 
 
 def _decode_group(
@@ -466,19 +473,18 @@ def paged_attention(
     """The attention function that transformers calls; shapes in the module's docstring."""
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    write(ctx, layer, torch.stack([k, v], 1))
-    return attend(ctx, layer, q, k, v, scaling=scaling, window=sliding_window, softcap=softcap)[None], None
+    keys_values = torch.stack([k, v], 1)
+    write(ctx, layer, keys_values)
+    return attend(ctx, layer, q, keys_values, scaling=scaling, window=sliding_window, softcap=softcap)[None], None
 
 
 def write(ctx: AttentionBatch, layer: int, keys_values: torch.Tensor) -> None:
     """Put the step's keys and values [T, 2, Hkv, D] into the cache, and into the copies of rows that have one."""
     if ctx.cache is None:
         return
-    if ctx.one is not None:  # plain copies take a third of the time of indexing by tensors
-        block, offset, place, position = ctx.one
-        ctx.cache.layers[layer][:, block, :, offset].copy_(keys_values[0])
-        if place >= 0 and ctx.copies is not None:
-            ctx.copies.layers[layer][place, :, :, position].copy_(keys_values[0])
+    if ctx.targets is not None:  # plain copies take a third of the time of indexing by tensors
+        for target in ctx.targets:
+            target[layer].copy_(keys_values[0])
         return
     ctx.cache.layers[layer][:, ctx.write_blocks, :, ctx.write_offsets] = keys_values
     if ctx.write_places is not None and ctx.copies is not None:
@@ -491,30 +497,29 @@ def attend(
     ctx: AttentionBatch,
     layer: int,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    keys_values: torch.Tensor,
     *,
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """[T, Hq, D] for queries [T, Hq, D] and the step's own keys and values [T, Hkv, D], which are in the cache already.
+    """[T, Hq, D] for queries [T, Hq, D]; the step's own keys and values [T, 2, Hkv, D] are in the cache already.
 
     ``window``: a query sees so many keys at most, its own included. ``softcap``: scores become cap x tanh(score / cap).
     """
     view = ctx.view(window)
     if len(view.placed) == 1 and view.placed[0].tokens is None:
-        return _decode_placed(q, ctx, layer, view.placed[0], scaling, softcap)
+        return _decode_placed(q, layer, view.placed[0], scaling, softcap)
     if len(view.decodes) == 1 and view.decodes[0].tokens is None:
         return _decode(q, ctx, layer, view.decodes[0], scaling, softcap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for placed in view.placed:
-        out[placed.tokens] = _decode_placed(q[placed.tokens], ctx, layer, placed, scaling, softcap)
+        out[placed.tokens] = _decode_placed(q[placed.tokens], layer, placed, scaling, softcap)
     for group in view.decodes:
         out[group.tokens] = _decode(q[group.tokens], ctx, layer, group, scaling, softcap)
     for row in view.prefills:
         tokens = slice(row.start, row.start + row.length)
-        keys, values = k[tokens].transpose(0, 1), v[tokens].transpose(0, 1)
+        keys, values = keys_values[tokens].permute(1, 2, 0, 3)
         if row.gather is not None:
             assert ctx.cache is not None
             keys = _gathered(ctx.cache.keys[layer], row.gather, 1)[0, :, row.skip :]
@@ -540,12 +545,10 @@ def _decode(
 
 
 def _decode_placed(
-    q: torch.Tensor, ctx: AttentionBatch, layer: int, group: PlacedGroup, scaling: float, softcap: float | None
+    q: torch.Tensor, layer: int, group: PlacedGroup, scaling: float, softcap: float | None
 ) -> torch.Tensor:
     """[B, Hq, D] for queries [B, Hq, D], one for each row of the group."""
-    assert ctx.copies is not None
-    keys, values = ctx.copies.layers[layer][group.places, :, :, group.keys].unbind(1)
-    return _decode_over(q, keys, values, group.mask, scaling, softcap)
+    return _decode_over(q, group.keys[layer], group.values[layer], group.mask, scaling, softcap)
 
 
 def _decode_over(

@@ -116,7 +116,7 @@ class LeanForward:
     ) -> torch.Tensor:
         """See :class:`drumline.model.forward.Forward`."""
         x = ids.clone() if self._embed is None else self._embed(ids)
-        rope = {name: table.index_select(0, positions) for name, table in self._tables.items()}
+        rope = {name: table.index_select(0, positions).unsqueeze(1) for name, table in self._tables.items()}
         for number, layer in enumerate(self._layers):
             h = x if layer.before_attention is None else layer.before_attention(x)
             attended = layer.out(self._attention(h, number, layer, rope, batch))
@@ -149,9 +149,17 @@ class LeanForward:
             qkv[:, :rotated] = layer.query_norm(qkv[:, :rotated])
         if layer.rope is not None:
             _rotate(qkv[:, :rotated], rope[layer.rope], self._complex)
-        q, k, v = qkv[:, : self._q_heads], qkv[:, self._q_heads : rotated], qkv[:, rotated:]
-        write(batch, number, qkv[:, self._q_heads :].view(tokens, 2, -1, self._head_dim))
-        out = attend(batch, number, q, k, v, scaling=layer.scaling, window=layer.window, softcap=layer.softcap)
+        keys_values = qkv[:, self._q_heads :].view(tokens, 2, -1, self._head_dim)
+        write(batch, number, keys_values)
+        out = attend(
+            batch,
+            number,
+            qkv[:, : self._q_heads],
+            keys_values,
+            scaling=layer.scaling,
+            window=layer.window,
+            softcap=layer.softcap,
+        )
         return out.reshape(tokens, -1)
 
     def _logits(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
@@ -411,13 +419,13 @@ def _rope_tables(base: Any, length: int, like: torch.Tensor, as_complex: bool) -
 
 
 def _rotate(x: torch.Tensor, table: torch.Tensor, as_complex: bool) -> None:
-    """Rotate [T, heads, D] in place; ``table``: the rows of these tokens."""
+    """Rotate [T, heads, D] in place; ``table`` [T, 1, ...]: the rows of these tokens."""
     if as_complex:
         width = 2 * table.shape[-1]
         pairs = x if width == x.shape[-1] else x[..., :width]
-        torch.view_as_complex(pairs.view(*pairs.shape[:-1], -1, 2)).mul_(table.unsqueeze(1))
+        torch.view_as_complex(pairs.view(*pairs.shape[:-1], -1, 2)).mul_(table)
         return
-    cos, sin = table[:, 0, None], table[:, 1, None]
+    cos, sin = table[:, :, 0], table[:, :, 1]
     rotated = x[..., : cos.shape[-1]]
     first, second = rotated.chunk(2, dim=-1)
     rotated.copy_(rotated * cos + torch.cat((-second, first), dim=-1) * sin)

@@ -159,7 +159,7 @@ class BlockedWeights:
         rows = x.shape[0]
         out = torch.bmm(x.expand(count, rows, x.shape[1]), self._blocks)
         out = out.view(1, -1) if rows == 1 else out.transpose(0, 1).reshape(rows, count * width)
-        return out[:, : self._features]
+        return out if self._features == count * width else out[:, : self._features]
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """See :class:`Weights`."""
