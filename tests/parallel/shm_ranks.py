@@ -17,8 +17,8 @@ import psutil
 import torch
 
 from drumline.errors import CollectiveError, ConfigError
-from drumline.parallel import shm
-from drumline.parallel.boxes import SLOT_BYTES, Boxes
+from drumline.parallel import boxes, shm
+from drumline.parallel.boxes import Boxes
 from drumline.parallel.groups import GroupCoordinator, init_groups
 from drumline.parallel.layout import GroupKind, Layout
 from drumline.parallel.rendezvous import Rendezvous, create_rendezvous, memory_of
@@ -26,6 +26,9 @@ from drumline.transport.memory import SharedMemory
 from tests.parallel.ranks import run
 
 DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64, torch.bfloat16, torch.float16]
+if __name__ == "__main__":  # smaller than in earnest: tensors of several pieces are checked in less time
+    boxes.SLOT_BYTES = shm.SLOT_BYTES = 256 << 10
+SLOT_BYTES = shm.SLOT_BYTES
 SIZES = [0, 1, 7, 576, 4096, shm.ONE_SHOT_BYTES // 4, shm.ONE_SHOT_BYTES // 4 + 1, 50_001]
 NEAR_THE_WRAP = 2**32 - 20
 
@@ -218,14 +221,14 @@ def idle(rank: int, size: int, method: str) -> dict[str, Any]:
 
 
 def few_cores(rank: int, size: int, method: str) -> dict[str, Any]:
-    """More ranks than cores: nobody watches words."""
+    """More ranks than cores: nobody watches words for long."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     world = shm.World(memory_of(method) or -1, size, rank, 30)
     group = world.group(GroupKind.WORLD, range(size))
     for _ in range(300):
         group.all_reduce(torch.ones(10), "sum")
     world.close()
-    return {"spins": world.spins}
+    return {"spin_ns": world.spin_ns}
 
 
 def leaver(rank: int, size: int, method: str) -> dict[str, Any]:

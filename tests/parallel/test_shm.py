@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from drumline.parallel.meeting import CROWDED_SPIN_NS
 from tests.parallel.conftest import Ran
 from tests.parallel.shm_ranks import RUNS
 
@@ -42,8 +43,8 @@ def test_idle_groups_cost_nothing(ran: Ran) -> None:
         assert (got["threads"], got["sockets"]) == (1, 0)
 
 
-def test_with_fewer_cores_than_ranks_nobody_watches_words(ran: Ran) -> None:
-    assert ran["few_cores"] == [{"spins": False}] * 2
+def test_with_fewer_cores_than_ranks_nobody_watches_words_for_long(ran: Ran) -> None:
+    assert ran["few_cores"] == [{"spin_ns": CROWDED_SPIN_NS}] * 2
 
 
 def test_a_rank_that_leaves_is_told_of_at_once(ran: Ran) -> None:

@@ -3,9 +3,10 @@
 ::
 
     member lines   one a rank: pid, PID namespace, "has left"
-    words          one a (group kind, rank): sequence word of that rank in its group of that kind
+    words          one line a (group kind, rank): sequence word of that rank in its group of that kind, whether it
+                   sleeps, and that group's gate, if the rank is its first
     mail words     two a rank: how much was written into its ring, how much read from it
-    slots          four a (group kind, rank): what that rank shows to the others
+    slots          three a (group kind, rank): what that rank shows to the others
     rings          one a rank: its messages to the next pipeline stage (drumline.parallel.mail)
 
 A rank is in one group of each kind, so (kind, rank) names a box without any table: the places do not depend on the
@@ -20,10 +21,11 @@ from dataclasses import dataclass
 from drumline.parallel.layout import GroupKind
 
 LINE = 128
-"""Bytes between words of different writers: two cache lines of x86-64, which fetches them in pairs."""
-SLOT_BYTES = 256 << 10
-"""Bytes that a rank can show at once; longer tensors go in pieces."""
-SLOTS = 4
+"""Bytes between words of different ranks: two cache lines of x86-64, which fetches them in pairs."""
+SLOT_BYTES = 1 << 20
+"""Bytes that a rank can show at once; longer tensors go in pieces. Half as much was as fast with a core for each rank,
+and a fifth slower with two ranks on each core."""
+SLOTS = 3
 """Slots of a rank in a group; why so many: :mod:`drumline.parallel.shm`."""
 MAIL_BYTES = 4 << 20
 """Bytes of a ring; a power of two, at most 2^31."""
@@ -45,6 +47,10 @@ class Boxes:
     def word_at(self, kind: GroupKind, rank: int) -> int:
         """The sequence word of a rank in its group of this kind."""
         return (self.ranks + self._box(kind, rank)) * LINE
+
+    def gate_at(self, kind: GroupKind, rank: int) -> int:
+        """The word on which the members of the group of this kind sleep whose first member is ``rank``."""
+        return self.word_at(kind, rank) + LINE // 2
 
     def slot_at(self, kind: GroupKind, rank: int, number: int) -> int:
         """One of the slots of a rank in its group of this kind."""

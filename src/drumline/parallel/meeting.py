@@ -1,20 +1,29 @@
 """Where ranks of one machine wait for each other, in shared memory: the turns of :mod:`drumline.parallel.shm`.
 
-Each rank of a group has a sequence word, which only it writes. To meet is to put the next number into one's own word,
-wake whoever sleeps on it, and wait until every other word has come to that number::
+Each rank of a group has a sequence word, which only it writes, a word that says whether it sleeps, and the group has a
+gate. To meet is to put the next number into one's own word, and to wait until every other word has come to that number.
+Whoever finds all there at once has come last; if somebody sleeps, it puts the number into the gate and wakes all who
+sleep there::
 
-    fence; my word = number; futex(WAKE) on my word
-    for each other word: while it is behind number: futex(WAIT) on it
-    fence
+    come: my word = number; fence; all there, and somebody sleeps? gate = number, futex(WAKE) on the gate
+    wait: while a word is behind number: I sleep = 1; fence; gate; words; futex(WAIT) on the gate; I sleep = 0
 
 What a rank has written before a meeting, every rank sees after it; what a rank has read before it, nobody overwrites
 who writes only after it.
 
-**Waiting.** A wait watches the other's word for a short time if there are enough cores for all ranks (giving the core
-away at each look, in case the other one needs it), then sleeps in the kernel, which compares the word under its own
+**Nobody oversleeps.** Of all who come, the last one (in the order in which memory takes the words in) finds all words
+there, since each looks after a fence that is after its own word. Two may both find it so, and both wake all. If it
+finds that a rank does not sleep which is about to, that rank says so after this look, so its own look at the words,
+which comes after a fence, finds all there. Else it changes the gate, and the kernel lets nobody sleep on a gate that is
+not as it was before that look. So a rank sleeps at most once a meeting, one system call wakes all, and there is none if
+all have watched: with more ranks than cores, where each wake for nothing is two switches of a core, a meeting of four
+takes half of what it takes if each rank wakes all others.
+
+**Waiting.** A wait watches the others' words for a short time (shorter if there are more ranks than cores; it gives the
+core away at each look, in case another one needs it), then sleeps in the kernel, which compares the gate under its own
 lock, so no wake is lost. The sleep is cut every second, since a signal that comes between Python's last look and the
-system call is handled only then (its handler may raise, which ends the wait); then it is also looked whether the one
-waited for is still alive. The deadline is the world's timeout. Numbers are modulo 2^32 and compared by difference:
+system call is handled only then (its handler may raise, which ends the wait); then it is also looked whether those
+waited for are still alive. The deadline is the world's timeout. Numbers are modulo 2^32 and compared by difference:
 nobody can be further ahead than two meetings.
 
 A rank that dies while others wait for it ends their wait after a second, unless whoever supervises them was faster;
@@ -41,11 +50,13 @@ from drumline.parallel.boxes import Boxes
 from drumline.parallel.layout import GroupKind
 from drumline.platforms import host
 from drumline.transport.doorbell import futex_number
-from drumline.transport.fence import fence
+from drumline.transport.fence import fence, order
 from drumline.transport.memory import SharedMemory
 
 SPIN_NS = 100_000
-"""How long a rank watches a word before it sleeps, if each rank has a core of its own."""
+"""How long a rank watches the words before it sleeps, if each rank has a core of its own."""
+CROWDED_SPIN_NS = 20_000
+"""And if not. The core goes to another rank at each look; but if all ranks of a core sleep, waking it takes longer."""
 RECHECK_S = 1.0
 """Longest sleep before a rank looks again, at signals and at whether the one it waits for still lives."""
 
@@ -90,7 +101,7 @@ class Members:
         self.address = ctypes.addressof(anchor)
         del anchor  # it would keep the mapping from closing; the address stays good until then
         self.words = self.memory.buf[: self.boxes.control_bytes].cast("I")
-        self.spin_ns = SPIN_NS if host.cores() >= ranks else 0
+        self.spin_ns = SPIN_NS if host.cores() >= ranks else CROWDED_SPIN_NS
         self._namespace = Path("/proc/self/ns/pid").stat().st_ino & _MASK
         self._come()
 
@@ -175,7 +186,9 @@ class Meeting:
         self._others = tuple(at.values())
         self._ranks = {word: rank for rank, word in at.items()}
         self._number = self._words[self._own]
-        self._wake = members.wake_arguments(self._own)
+        self._sleep_marks = tuple(word + 1 for word in self._others)
+        self._gate = members.boxes.gate_at(kind, ranks[0]) // 4
+        self._wake = members.wake_arguments(self._gate)
 
     def meet(self, operation: str) -> None:
         """Say that I am here, and wait until all others are. ``operation`` is for the error.
@@ -187,9 +200,19 @@ class Meeting:
     def come(self) -> int:
         """Say that I am here. The number of this meeting, for :meth:`wait`."""
         self._number = number = (self._number + 1) & _MASK
+        words = self._words
+        order()
+        words[self._own] = number
         fence()
-        self._words[self._own] = number
-        _wake_call(*self._wake)
+        for at in self._others:
+            if (words[at] - number) & _BEHIND:
+                return number
+        for at in self._sleep_marks:
+            if words[at]:
+                words[self._gate] = number
+                order()
+                _wake_call(*self._wake)
+                break
         return number
 
     def wait(self, number: int, operation: str) -> None:
@@ -197,40 +220,62 @@ class Meeting:
         words = self._words
         for at in self._others:
             if (words[at] - number) & _BEHIND:
-                self._wait(at, number, operation)
-        fence()
+                self._wait(number, operation)
+                break
+        order()
 
     def wake(self) -> None:
         """Wake whoever waits for this rank, to look whether it is gone."""
         fence()
         _wake_call(*self._wake)
 
-    def _wait(self, at: int, number: int, operation: str) -> None:
-        """Until word ``at`` has come to ``number``."""
+    def _behind(self, number: int) -> list[int]:
+        """Words that have not come to ``number``."""
         words = self._words
-        if self._spin_ns:
-            until = time.perf_counter_ns() + self._spin_ns
-            while time.perf_counter_ns() < until:
-                os.sched_yield()
-                if not (words[at] - number) & _BEHIND:
-                    return
+        return [at for at in self._others if (words[at] - number) & _BEHIND]
+
+    def _wait(self, number: int, operation: str) -> None:
+        """Until all words have come to ``number``."""
+        if self._watch(number):
+            return
+        self._words[self._own + 1] = 1
+        try:
+            self._wait_asleep(number, operation)
+        finally:
+            self._words[self._own + 1] = 0
+
+    def _wait_asleep(self, number: int, operation: str) -> None:
         deadline = time.monotonic() + self._members.timeout_s
-        rank, overslept = self._ranks[at], False
+        overslept = False
         while True:
-            gone = self._members.gone(rank, ask=overslept)
-            fence()  # who is gone has told before how far it came
-            value = words[at]
-            if not (value - number) & _BEHIND:
+            gone = ""
+            for at in self._behind(number):
+                gone = gone or self._members.gone(self._ranks[at], ask=overslept)
+            fence()  # that this one sleeps is told before it looks; who is gone has told before how far it came
+            value = self._words[self._gate]
+            order()
+            behind = self._behind(number)
+            if not behind:
                 return
             left = deadline - time.monotonic()
             if gone or left <= 0:
-                raise CollectiveError(self._missing(operation, number, rank, gone))
-            overslept = self._members.sleep(at, value, min(left, RECHECK_S))
+                raise CollectiveError(self._missing(operation, number, behind))
+            overslept = self._members.sleep(self._gate, value, min(left, RECHECK_S))
 
-    def _missing(self, operation: str, number: int, rank: int, gone: str) -> str:
+    def _watch(self, number: int) -> bool:
+        """Look for a while; whether all have come."""
+        words, until = self._words, time.perf_counter_ns() + self._spin_ns
+        for at in self._others:
+            while (words[at] - number) & _BEHIND:
+                if time.perf_counter_ns() > until:
+                    return False
+                os.sched_yield()
+        return True
+
+    def _missing(self, operation: str, number: int, behind: Sequence[int]) -> str:
         where = f"{operation} of {self.name} on rank {self._members.rank}"
-        if gone:
-            return f"{where}: rank {rank} {gone}"
-        behind = [self._ranks[at] for at in self._others if (self._words[at] - number) & _BEHIND]
-        ranks = ", ".join(map(str, behind))
+        for rank in (self._ranks[at] for at in behind):
+            if gone := self._members.gone(rank, ask=True):
+                return f"{where}: rank {rank} {gone}"
+        ranks = ", ".join(str(self._ranks[at]) for at in behind)
         return f"{where}: no sign of rank{'s' * (len(behind) > 1)} {ranks} within {self._members.timeout_s:g} s"
