@@ -20,6 +20,7 @@ module tree cannot run any more afterwards.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -356,10 +357,15 @@ def _rms_norm(weight: torch.Tensor, eps: float) -> Function:
     # x / sqrt(|x|^2 / D + eps) is x * sqrt(D) / hypot(|x|, sqrt(D * eps))
     width = weight.shape[-1]
     scaled, floor = weight * width**0.5, torch.tensor((width * eps) ** 0.5)
+    nothing = torch.zeros(width)
 
     def normed(x: torch.Tensor) -> torch.Tensor:
         if x.dtype != torch.float32:
             return plain(x)
+        if x.dim() == 2 and len(x) == 1:  # one token: two operations less
+            flat = x.view(-1)
+            mean = float(torch.dot(flat, flat)) / width + eps
+            return torch.addcmul(nothing, x, weight, value=mean**-0.5 if mean > 0 else math.inf)
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return torch.div(x, torch.hypot(size, floor)).mul_(scaled)
 

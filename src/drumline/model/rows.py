@@ -57,6 +57,8 @@ class RowCopies:
         self._touched = np.zeros(num_places, dtype=np.int64)
         """Tokens whose memory is in use."""
         self._place_of = np.full(64, -1, dtype=np.int64)
+        self._last: tuple[Ints, Longs, Longs] | None = None
+        """Slots, places and lives of the last step, if all had one: mostly the next step has the same."""
 
     def _reserve(self, tokens: int) -> None:
         """Places with room for so many tokens, in whole pages. OSError if there is no address space."""
@@ -107,6 +109,25 @@ class RowCopies:
 
         ``lives``: of all slots by number. ``tables`` [B, N]: blocks of the rows.
         """
+        if self._last is not None and np.array_equal(slots, self._last[0]):
+            _, found, life = self._last
+            grown = computed + 1
+            if (
+                int(grown.max()) <= self._room
+                and (lives[slots] == life).all()
+                and (self._length[found] == computed).all()
+            ):
+                self._length[found] = grown
+                self._touched[found] = np.maximum(self._touched[found], grown)
+                if self.nbytes <= self._budget:
+                    return found
+        self._last = None
+        found = self._find(slots, lives, tables, computed)
+        if (found >= 0).all():
+            self._last = slots.copy(), found, lives[slots]
+        return found
+
+    def _find(self, slots: Ints, lives: Longs, tables: Ints, computed: Ints) -> Longs:
         self._free_ended(lives)
         if len(lives) > len(self._place_of):
             self._place_of = np.pad(self._place_of, (0, len(lives) - len(self._place_of)), constant_values=-1)
