@@ -37,7 +37,7 @@ def some_kind(rng: np.random.Generator) -> SlotSampling:
         top_k=int(maybe(7, 0)),  # type: ignore[call-overload]
         presence_penalty=float(maybe(1.5, 0.0)),  # type: ignore[arg-type]
         frequency_penalty=float(maybe(-0.7, 0.0)),  # type: ignore[arg-type]
-        repetition_penalty=float(maybe(1.3, 1.0)),  # type: ignore[arg-type]
+        repetition_penalty=float(maybe(rng.choice([1.3, 0.7]), 1.0)),  # type: ignore[arg-type]
         bias_ids=bias,
         bias_values=tuple(float(value) for value in rng.normal(size=len(bias)) * 3),
         allowed_ids=maybe(ids(VOCAB), ()),  # type: ignore[arg-type]

@@ -15,8 +15,9 @@ A row whose tokens are all -inf gives the lowest id.
 Everything is about this rank's slice of the vocabulary, so nothing is communicated and any TP size gives the same.
 Bans and biases are few tokens: they are packed index tensors for the whole batch, made again only when the batch
 changes, and applied by one assignment each. Penalties touch many tokens: each slot that asks has a row of counts (or
-one of the tokens seen) on the device. Sampled tokens are added to them step by step; a slot that starts again, after a
-preemption or a recovery, gets its rows from its tokens. So what is here is a function of the request and its tokens.
+one of the factors of tokens seen) on the device. Sampled tokens are added to them step by step; a slot that starts
+again, after a preemption or a recovery, gets its rows from its tokens. So what is here is a function of the request and
+its tokens.
 
 Rejected: counting all tokens of all rows in every step, as vLLM does (linear in the length of the output); counts for
 every slot (most requests ask for none: a row of a large vocabulary is a megabyte).
@@ -24,7 +25,7 @@ every slot (most requests ask for none: a row of a large vocabulary is a megabyt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,9 @@ Longs = npt.NDArray[np.int64]
 
 DEVICE_BLOCK = 1 << 24
 """Logits to which penalties are applied at once on devices other than CPUs: launches cost more than memory there."""
+
+_Change = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Of logits, in place, by rows of a table and amounts."""
 
 _NO_TOKEN = -1
 _ANY = -2
@@ -66,6 +70,17 @@ class _Penalties:
     table: _Table
     amount: torch.Tensor
 
+    def apply(self, logits: torch.Tensor, part: slice, change: _Change) -> None:
+        """Change the rows of a part of those that ask."""
+        rows, held, amount = self.rows[part], self.held[part], self.amount[part, None]
+        if len(rows) == 1 and logits.device.type == "cpu":  # a row of a large vocabulary: without copies
+            row, place = int(rows), int(held)
+            change(logits[row : row + 1], self.table.data[place : place + 1], amount)
+        else:
+            changed = logits[rows]
+            change(changed, self.table.data[held], amount)
+            logits[rows] = changed
+
 
 @dataclass(frozen=True)
 class Adjustments:
@@ -75,7 +90,8 @@ class Adjustments:
     allowed: _Tokens | None = None
     banned: _Tokens | None = None
     bias: _Tokens | None = None
-    repetition: _Penalties | None = None
+    repetition_over_1: _Penalties | None = None
+    repetition_under_1: _Penalties | None = None
     frequency: _Penalties | None = None
     presence: _Penalties | None = None
 
@@ -91,48 +107,55 @@ class Adjustments:
             logits[self.bias.rows, self.bias.places] += self.bias.values
         block = BLOCK if logits.device.type == "cpu" else DEVICE_BLOCK
         for penalties, change in (
-            (self.repetition, _repeat),
+            (self.repetition_over_1, _repeat_less),
+            (self.repetition_under_1, _repeat_more),
             (self.frequency, _take_counted),
             (self.presence, _take_once),
         ):
             if penalties is None:
                 continue
             for part in row_blocks(len(penalties.rows), logits.shape[1], block):
-                rows, held = penalties.rows[part], penalties.table.data[penalties.held[part]]
-                logits[rows] = change(logits[rows], held, penalties.amount[part, None])
+                penalties.apply(logits, part, change)
 
 
-def _repeat(logits: torch.Tensor, seen: torch.Tensor, amount: torch.Tensor) -> torch.Tensor:
-    factor = torch.where(seen, amount, 1.0)
-    return torch.where(logits > 0, logits / factor, logits * factor)
+def _repeat_less(logits: torch.Tensor, factors: torch.Tensor, amount: torch.Tensor) -> None:
+    """For factors of 1 and above. The smaller one is the right one for either sign; torch.where takes ten times as
+    long on a CPU."""
+    torch.minimum(logits / factors, logits * factors, out=logits)
 
 
-def _take_counted(logits: torch.Tensor, counts: torch.Tensor, amount: torch.Tensor) -> torch.Tensor:
-    return logits.sub_(counts.mul_(amount))
+def _repeat_more(logits: torch.Tensor, factors: torch.Tensor, amount: torch.Tensor) -> None:
+    """For factors of 1 and below."""
+    torch.maximum(logits / factors, logits * factors, out=logits)
 
 
-def _take_once(logits: torch.Tensor, counts: torch.Tensor, amount: torch.Tensor) -> torch.Tensor:
-    return logits.sub_(counts.clamp_(max=1).mul_(amount))
+def _take_counted(logits: torch.Tensor, counts: torch.Tensor, amount: torch.Tensor) -> None:
+    logits.sub_(counts * amount)
+
+
+def _take_once(logits: torch.Tensor, counts: torch.Tensor, amount: torch.Tensor) -> None:
+    logits.sub_(counts.clamp(max=1).mul_(amount))
 
 
 class _Table:
-    """Rows on the device for those slots that need one."""
+    """Rows of float32 on the device for those slots that need one."""
 
-    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.data = torch.zeros((0, width), dtype=dtype, device=device)
+    def __init__(self, width: int, blank: float, device: torch.device) -> None:
+        self.data = torch.zeros((0, width), device=device)
+        self._blank = blank
         self.row_of: Longs = np.full(1, -1, dtype=np.int64)
         """Row of each slot, -1 if it has none; the last entry stands for all further slots."""
         self._free: list[int] = []
 
     def take(self, slot: int) -> torch.Tensor:
-        """The row of a slot that starts, all zero."""
+        """The row of a slot that starts, blank."""
         if not self._free:
             held = len(self.data)
             self.data = torch.cat([self.data, self.data.new_zeros((max(held, 4), self.data.shape[1]))])
             self._free = list(range(len(self.data) - 1, held - 1, -1))
         self.row_of = _grown(self.row_of, slot)
         row = self.row_of[slot] = self._free.pop()
-        return self.data[row].zero_()
+        return self.data[row].fill_(self._blank)
 
     def drop(self, slot: int) -> None:
         """A slot ends; nothing if it has no row."""
@@ -190,8 +213,10 @@ class Adjuster:
         self._asked: dict[int, _Asked] = {}
         self._min_tokens: npt.NDArray[Any] = np.full(1, -1, dtype=np.int64)
         """Of each slot; -1 if it asks for nothing at all. The last entry stands for all further slots."""
-        self._counts = _Table(ids.size, torch.float32, device)
-        self._seen = _Table(ids.size, torch.bool, device)
+        self._counts = _Table(ids.size, 0.0, device)
+        """How often each token is in the output."""
+        self._factors = _Table(ids.size, 1.0, device)
+        """The repetition penalty of tokens that were seen, else 1."""
         self._made_for: tuple[bytes, bytes] = (b"", b"")
         self._made = (Adjustments(), _Words.of([], 1))
 
@@ -204,7 +229,7 @@ class Adjuster:
         self._min_tokens = _grown(self._min_tokens, slot)
         self._min_tokens[slot] = sampling.min_tokens
         if sampling.repetition_penalty != 1:
-            self._seen.take(slot)[self._tensor(self._mine(tokens))] = True
+            self._factors.take(slot)[self._tensor(self._mine(tokens))] = sampling.repetition_penalty
         if sampling.frequency_penalty or sampling.presence_penalty:
             counted = np.bincount(self._mine(tokens[num_prompt:]), minlength=self._ids.size)
             self._counts.take(slot).copy_(torch.from_numpy(counted.astype(np.float32)))
@@ -218,19 +243,23 @@ class Adjuster:
                 self._made_for = (b"", b"")
                 self._min_tokens[slot] = -1
                 self._counts.drop(slot)
-                self._seen.drop(slot)
+                self._factors.drop(slot)
 
     def sampled(self, slots: Ints, tokens: Ints) -> None:
         """A token was sampled for each of these slots."""
         if not self._asked:
             return
         inside = (tokens >= self._ids.start) & (tokens < self._ids.stop)
-        for table in (self._counts, self._seen):
+        for table in (self._counts, self._factors):
             rows = table.rows(slots)
             held = inside & (rows >= 0)
             if held.any():
                 where = self._tensor(rows[held]), self._tensor(tokens[held] - self._ids.start)
-                table.data[where] = True if table is self._seen else table.data[where] + 1
+                table.data[where] = table.data[where] + 1 if table is self._counts else self._repetition(slots[held])
+
+    def _repetition(self, slots: Ints) -> torch.Tensor:
+        amounts = [self._asked[slot].sampling.repetition_penalty for slot in slots.tolist()]
+        return torch.tensor(amounts, dtype=torch.float32, device=self._device)
 
     def adjustments(self, slots: Ints, tokens: Ints, num_tokens: Ints, num_prompt: Ints) -> Adjustments | None:
         """For a batch of ``slots`` [rows], whose tokens are ``tokens[slot, :num_tokens[slot]]``. None: nothing to do.
@@ -269,9 +298,10 @@ class Adjuster:
             allowed=self._packed(allowed, empty=True) if allowed else None,
             banned=self._packed(banned),
             bias=self._packed([(row, item.bias) for row, item in rows], values),
-            repetition=self._penalties(slots, rows, "repetition_penalty", 1.0, self._seen),
-            frequency=self._penalties(slots, rows, "frequency_penalty", 0.0, self._counts),
-            presence=self._penalties(slots, rows, "presence_penalty", 0.0, self._counts),
+            repetition_over_1=self._penalties(slots, rows, "repetition_penalty", lambda x: x > 1, self._factors),
+            repetition_under_1=self._penalties(slots, rows, "repetition_penalty", lambda x: x < 1, self._factors),
+            frequency=self._penalties(slots, rows, "frequency_penalty", bool, self._counts),
+            presence=self._penalties(slots, rows, "presence_penalty", bool, self._counts),
         ), _Words.of([(row, *word) for row, item in rows for word in item.words], len(slots))
 
     def _packed(
@@ -292,9 +322,14 @@ class Adjuster:
         )
 
     def _penalties(
-        self, slots: list[int], rows: Sequence[tuple[int, _Asked]], name: str, off: float, table: _Table
+        self,
+        slots: list[int],
+        rows: Sequence[tuple[int, _Asked]],
+        name: str,
+        on: Callable[[float], bool],
+        table: _Table,
     ) -> _Penalties | None:
-        found = [(row, getattr(item.sampling, name)) for row, item in rows if getattr(item.sampling, name) != off]
+        found = [(row, amount) for row, item in rows if on(amount := getattr(item.sampling, name))]
         if not found:
             return None
         return _Penalties(

@@ -66,8 +66,10 @@ def sums_of_weights(logits: torch.Tensor, largest: Array, rows: Asked) -> Array:
     sums = np.zeros((len(table), 1))
     for part in row_blocks(*table.shape):
         if needed[part].any():
-            weights = np.exp((table[part] - shift[part]) * inverse[part])
-            sums[part] = weights.sum(axis=1, keepdims=True, dtype=np.float64)
+            weights = table[part] - shift[part]
+            weights *= inverse[part]
+            torch.from_numpy(weights).exp_()  # half of numpy's time
+            sums[part] = weights.sum(axis=1, keepdims=True)
     return sums
 
 
