@@ -68,13 +68,14 @@ class Rig:
         if len(self.flight) >= self.depth:
             return False
         before = self.scheduler._running()
+        live = [request for request in before if request.decoding and request.length < request.max_length]
         plan = self.scheduler.schedule()
         self._check_order(before)
         if plan is None:
             assert self.flight or not self.scheduler.has_requests, "nothing in flight, and nothing planned: a livelock"
             return False
         self.plans.append(plan)
-        self._check_plan(plan, len(before))
+        self._check_plan(plan, live)
         self.flight.append(self.worker.execute(plan))
         self.scheduler.check()
         return True
@@ -89,14 +90,17 @@ class Rig:
         stayed = [request for request in before if request.slot >= 0]
         assert all(request.rank > other.rank for request in preempted for other in stayed), "the wrong victim"
 
-    def _check_plan(self, plan: StepPlan, running: int) -> None:
-        """What the simulated worker does not check itself. ``running``: before it was made."""
+    def _check_plan(self, plan: StepPlan, live: list[Request]) -> None:
+        """What the simulated worker does not check itself. ``live``: those that decoded, and were not at their end."""
+        started = {start.request_id for start in plan.starts}
+        left = sum(request.slot >= 0 and request.id not in started for request in live)
         unknown = {output.step for output in self.flight}
         sources, counts = ints(plan.token_source).tolist(), ints(plan.num_tokens).tolist()
-        for source in sources:
-            assert source not in unknown or source <= plan.step - self.micro_batches, "the first stage would wait"
         decoding = sum(source != BY_VALUE for source in sources)
-        assert decoding <= -(-running // self.micro_batches), "micro-batches are even"
+        for source in sources:
+            gap = plan.step - source
+            assert source not in unknown or gap >= min(self.micro_batches, left), "the first stage would wait"
+        assert decoding <= -(-len(live) // self.micro_batches), "micro-batches are even"
         prefill = sum(count for source, count in zip(sources, counts, strict=True) if source == BY_VALUE)
         if self.max_num_prefill_tokens and self.chunked and plan.num_rows > 1:
             assert prefill <= self.max_num_prefill_tokens

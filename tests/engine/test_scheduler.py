@@ -216,15 +216,23 @@ def test_decoding_requests_are_dealt_out_over_the_stages(depth: int):
     assert [sorted(rows(rig, plan)) for plan in range(8, 12)] == [[0, 1], [2, 3], [0, 1], [2, 3]]
 
 
-def test_a_lone_request_waits_for_its_token_when_the_first_stage_would():
-    rig, req = Rig(depth=3, micro_batches=2), request("a", [1, 2, 3])
+def test_a_lone_request_is_sent_one_plan_ahead():
+    rig, req = Rig(depth=4, micro_batches=3), request("a", [1, 2, 3])
     rig.scheduler.add(req)
+    assert rig.issue()
     assert rig.issue()
     assert not rig.issue()
     rig.answer()
     assert rig.issue()
     rig.run()
     check_all(rig, [req])
+
+
+def test_no_plan_makes_the_first_stage_wait_while_there_are_other_requests():
+    rig, requests = Rig(depth=3, micro_batches=2), [request(name, [1, 2, 3]) for name in "ab"]
+    rig.run(*requests)
+    check_all(rig, requests)
+    assert [rows(rig, plan) for plan in range(1, 5)] == [[0], [1], [0], [1]]
 
 
 def test_chunks_of_a_prompt_follow_each_other():

@@ -306,15 +306,19 @@ class Scheduler:
         if self.limits.policy == "priority":
             self._promote()
             self._make_room()
-        preempted = True
-        while preempted:
+        admit = True
+        while True:
             rows = _Rows(self.limits.max_num_batched_tokens)
             preempted = self._add_decoding(rows)
-            self._add_prompts(rows, admit=not preempted)
+            admit = admit and not preempted
+            self._add_prompts(rows, admit=admit)
+            if not (rows.slots or admit or preempted):
+                self._add_prompts(rows, admit=True)
             if rows.slots:
                 return self._issue(rows)
-            # A micro-batch may have given up its own blocks, and somebody else can use them: once more.
-        return None
+            if not preempted:
+                return None
+            # A micro-batch gave up its own blocks, and somebody else can use them: once more.
 
     def _issue(self, rows: _Rows) -> StepPlan:
         plan = rows.pack(self._step, self._freed)
