@@ -24,6 +24,8 @@ from .command import Serve, tiny_folder
 from .peer import ScriptedEngine, served
 
 SHORT, LONG = 200, 2000
+TIMEOUT_S = 100
+"""128 outputs of each of several prompts take a while on a busy machine."""
 
 
 def fuzz(address: str, requests: int, first_seed: int) -> Counter[int]:
@@ -49,7 +51,7 @@ def _fuzz(address: str, requests: int, first_seed: int) -> Counter[int]:
     session = Session()
 
     def send(case: Any) -> None:
-        answer = case.call(base_url=address, session=session)
+        answer = case.call(base_url=address, session=session, timeout=TIMEOUT_S)
         statuses[answer.status_code] += 1
         case.validate_response(answer, checks=wanted)
 
@@ -87,8 +89,15 @@ def _fitting(case: Any) -> Any:
     if not isinstance(body, dict) or len(str(body)) % 2:
         return case
     body.pop("model", None)
-    for name, most in (("max_tokens", 9), ("max_completion_tokens", 9), ("min_tokens", 3), ("top_logprobs", 20)):
-        if isinstance(body.get(name), int):
+    for name, most in (
+        ("max_tokens", 9),
+        ("max_completion_tokens", 9),
+        ("n", 5),
+        ("best_of", 9),
+        ("min_tokens", 3),
+        ("top_logprobs", 20),
+    ):
+        if isinstance(body.get(name), int | float):
             body[name] = min(body[name], most)
     for name in ("prompt_logprobs", "logprobs"):
         if isinstance(body.get(name), int) and not isinstance(body[name], bool):
