@@ -132,6 +132,10 @@ def test_bad_words_with_and_without_a_space(builder: RequestBuilder, byte_level:
     assert caught.value.param == "bad_words"
     with pytest.raises(RequestError, match="at most 128"):
         found(*(f"fox{i}" for i in range(128)))
+    with pytest.raises(RequestError, match="at most 128 texts of 262144 characters"):
+        found(*(f"fox{i}" for i in range(129)))
+    with pytest.raises(RequestError, match="got 1 of 300000"):
+        found("x" * 300_000)
     with pytest.raises(RequestError, match="at most 128 of 1024"):
         found("\u6771" * 1025)
 

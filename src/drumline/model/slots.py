@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Prompt tokens whose log-probabilities a step computes: arrays of [P], one for each token, in order of the rows."""
+    """Prompt tokens whose log-probabilities a step computes: arrays of [P], one for each token, in order of rows."""
 
     places: npt.NDArray[np.int64]
     """Place among the step's tokens of the token before each, whose logits it is predicted by."""

@@ -245,6 +245,12 @@ class RequestBuilder:
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Token sequences of words: each as it begins a text, and as it follows a space if that is one of as many
         tokens with another first one (as vLLM does it)."""
+        if len(words) > MAX_BAD_WORDS or sum(map(len, words)) > 256 * MAX_BAD_WORDS_TOKENS:  # before any is tokenised
+            raise RequestError(
+                f"bad_words: at most {MAX_BAD_WORDS} texts of {256 * MAX_BAD_WORDS_TOKENS} characters together are "
+                f"possible, got {len(words)} of {sum(map(len, words))}.",
+                param="bad_words",
+            )
         found: list[list[int]] = []
         for word in words:
             assert self.tokenizer is not None
