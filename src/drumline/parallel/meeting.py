@@ -64,7 +64,7 @@ _MASK = 0xFFFFFFFF
 _BEHIND = 0x80000000
 _FUTEX_WAIT, _FUTEX_WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF
 _QUIET = frozenset({errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT})
-_PID, _LEFT, _NAMESPACE = 0, 1, 2  # words of a member line
+_PID, _LEFT, _NAMESPACE, _CROWDED = 0, 1, 2, 3  # words of a member line
 
 
 WakeArguments = tuple[ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
@@ -101,7 +101,8 @@ class Members:
         self.address = ctypes.addressof(anchor)
         del anchor  # it would keep the mapping from closing; the address stays good until then
         self.words = self.memory.buf[: self.boxes.control_bytes].cast("I")
-        self.spin_ns = SPIN_NS if host.cores() >= ranks else CROWDED_SPIN_NS
+        self._is_crowded = host.cores() < ranks
+        self.spin_ns = CROWDED_SPIN_NS if self._is_crowded else SPIN_NS
         self._namespace = Path("/proc/self/ns/pid").stat().st_ino & _MASK
         self._come()
 
@@ -110,11 +111,16 @@ class Members:
         if self.words[line + _PID]:
             raise ConfigError("a rendezvous is good for one world only: this rank has been here before")
         self.words[line + _NAMESPACE] = self._namespace
+        self.words[line + _CROWDED] = self._is_crowded
         self.words[line + _PID] = os.getpid()
 
     def leave(self) -> None:
         """Mark this rank as gone; then wake those who wait for it (:meth:`Meeting.wake`)."""
         self.words[self._line(self.rank) + _LEFT] = 1
+
+    def crowded(self, ranks: Sequence[int]) -> bool:
+        """Whether one of these ranks, who have all come, has found fewer cores than ranks. All get the same answer."""
+        return any(self.words[self._line(rank) + _CROWDED] for rank in ranks)
 
     def gone(self, rank: int, *, ask: bool) -> str:
         """Why a rank will not come any more; empty if it may. The kernel is asked only if wanted: a system call."""

@@ -65,6 +65,8 @@ from drumline.parallel.meeting import Meeting, Members
 ONE_SHOT_BYTES = 128 << 10
 """With three ranks and more, tensors up to this size are summed by every rank, larger ones by shares. Two ranks gain
 nothing by shares at any size: each reads the other's tensor once, one way or the other."""
+CROWDED_ONE_SHOT_BYTES = 256 << 10
+"""The same with more ranks than cores, where a second meeting costs more than the sums."""
 
 _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _HALVES = (torch.bfloat16, torch.float16)
@@ -162,7 +164,8 @@ class ShmGroup:
         self._place = tuple(ranks).index(members.rank)
         self._meeting = Meeting(members, kind, ranks)
         self._meet = self._meeting.meet
-        self._one_shot_bytes = SLOT_BYTES if self._size == 2 else ONE_SHOT_BYTES
+        self._members = members
+        self._ranks = tuple(ranks)
         self._turn = 0
         slots = [[members.boxes.slot_at(kind, rank, number) for rank in ranks] for number in range(SLOTS)]
         self._slots = [[memory[at : at + SLOT_BYTES] for at in row] for row in slots]
@@ -274,11 +277,17 @@ class ShmGroup:
             pass
 
         def make() -> tuple[_Views, ...] | None:
-            if shape.numel() * dtype.itemsize > self._one_shot_bytes:
+            if shape.numel() * dtype.itemsize > self._most_in_one_shot():
                 return None
             return self._make_views([shape] * self._size, dtype)
 
         return self._cached(key, make)
+
+    def _most_in_one_shot(self) -> int:
+        """Bytes; the same on all ranks. They have all come: WORLD's first barrier has waited for them."""
+        if self._size == 2:
+            return SLOT_BYTES
+        return CROWDED_ONE_SHOT_BYTES if self._members.crowded(self._ranks) else ONE_SHOT_BYTES
 
     def _of(self, piece: torch.Tensor) -> tuple[_Views, ...]:
         """The slots as tensors like this one, which fits."""
