@@ -174,7 +174,8 @@ class HalfWeights:
     """float16 weights that equal the float32 ones but for a power of two."""
 
     def __init__(self, packed: torch.Tensor, scale: float, shape: torch.Size, table: torch.Tensor | None) -> None:
-        self._packed, self._scale, self._table = packed, scale, table
+        self._packed, self._table = packed, table
+        self._scale = torch.tensor(scale)  # a number would be made a tensor of another type in each call
         self.nbytes = 2 * shape.numel() + (0 if table is None else table.nbytes)
 
     @classmethod
