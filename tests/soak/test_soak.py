@@ -18,7 +18,7 @@ import pytest
 from tests.server.command import Serve, tiny_folder, wait_for
 from tests.soak.conftest import tables
 from tests.soak.load import Load
-from tests.soak.watch import HEAD, Process
+from tests.soak.watch import HEAD, SLACK, Process
 
 REQUESTS = int(os.environ.get("SOAK_REQUESTS", "50000"))
 LAYOUTS = {"one process": (["-tp", "1"], 0.4), "TP 2": (["-tp", "2"], 0.4), "PP 2": (["-tp", "1", "-pp", "2"], 0.2)}
@@ -66,7 +66,7 @@ def at_rest(server: Serve, tree: list[Process], before: dict[str, tuple[int, int
         process.sample()
 
 
-def soak(server: Serve, name: str, requests: int, portions: int) -> None:
+def soak(server: Serve, name: str, requests: int, portions: int, slack: int = SLACK) -> None:
     tree = processes(server)
     load = Load(server.port())
     began = time.monotonic()
@@ -82,14 +82,15 @@ def soak(server: Serve, name: str, requests: int, portions: int) -> None:
     )
     tables.append("\n".join([title, HEAD, *(process.row() for process in tree)]))
     print(tables[-1])
-    faults = [fault for process in tree for fault in process.faults(requests // 2)]
+    faults = [fault for process in tree for fault in process.faults(requests // 2, slack)]
     assert not faults, "\n".join(faults)
     assert counts["odd"] <= max(counts["probes"] * ODD_SHARE, 1)
     assert counts["ended"] + counts["left"] == requests // portions * portions
 
 
 def test_a_thousand(start: Start):
-    soak(start(["-tp", "2"]), "TP 2, short", 1000, 10)
+    # Caches of the server fill during the first thousand requests, so this sees only what grows by much.
+    soak(start(["-tp", "2"]), "TP 2, short", 1000, 10, slack=2 * SLACK)
 
 
 @pytest.mark.soak
