@@ -58,7 +58,7 @@ class Process:
         return statistics.median(slopes) * (len(half) - 1)
 
     def faults(self, requests: int, slack: int) -> list[str]:
-        """What is not flat. ``requests``: of the second half. ``slack``: bytes that are allowed however few they are."""
+        """What is not flat. ``requests``: of the second half. ``slack``: bytes that are allowed in any case."""
         warm = max(int(len(self.memory) * WARM_UP), 1)
         found = []
         for name, values in (("descriptors", self.descriptors), ("threads", self.threads)):
