@@ -193,22 +193,3 @@ def test_ctrl_c_during_the_start(model_path: Path) -> None:
 def test_importing_costs_nothing() -> None:
     code = "import sys, drumline; sys.exit(' '.join({'torch', 'zmq', 'tokenizers'} & set(sys.modules)) or 0)"
     assert run([sys.executable, "-c", code]).returncode == 0
-
-
-def test_examples(model_path: Path) -> None:
-    """Both at once: they mostly wait for their processes to start."""
-    examples = Path(__file__).parents[2] / "examples"
-    commands = [
-        [sys.executable, str(examples / name), str(model_path), "--tp", "1"] for name in ("offline.py", "chat.py")
-    ]
-    started = [
-        subprocess.Popen(c, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for c in commands
-    ]
-    for running, text, needle in zip(
-        started, ("", "hello\n\nand you?\n"), ("The capital of France is", "> "), strict=True
-    ):
-        with running:
-            out, err = running.communicate(text, timeout=TIMEOUT_S)
-        assert running.returncode == 0, err
-        assert needle in out
