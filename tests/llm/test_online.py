@@ -393,3 +393,17 @@ def test_two_in_one_loop(llm: AsyncLLM, run: Any, model_path: Path) -> None:
             assert outputs[0].outputs == outputs[1].outputs
 
     run(program())
+
+
+def test_what_is_left_when_it_is_closed_is_closed_quietly(model_path: Path) -> None:
+    """An iterator that nobody holds is closed by the loop some time later: here while the engine ends."""
+    told: list[dict[str, Any]] = []
+
+    async def program() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+        async with AsyncLLM(model_path, **SMALL) as llm:
+            async for _ in llm.generate([5], SamplingParams(**LONG)):
+                break
+
+    asyncio.run(asyncio.wait_for(program(), LIMIT_S))
+    assert not told

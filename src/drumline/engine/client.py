@@ -13,6 +13,7 @@ both may live in any thread, and there may be several, one after the other or at
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
@@ -272,8 +273,8 @@ class AsyncEngineClient(_Client):
                     return
         finally:
             del self._streams[request.request_id]
-            if not stream.finished and self._usable:
-                self._send(Abort(request_ids=[request.request_id]))
+            if not stream.finished:
+                self._drop(request.request_id)
 
     def open(
         self, request: EngineRequest, on_output: Callable[[RequestOutput], bool], on_dead: Callable[[], None]
@@ -342,10 +343,6 @@ class AsyncEngineClient(_Client):
 
     # the loop's thread
 
-    @property
-    def _usable(self) -> bool:
-        return self.failure is None and self._watched_fd >= 0
-
     def _check_id(self, request_id: str) -> None:
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} is in use", param="request_id")
@@ -354,8 +351,14 @@ class AsyncEngineClient(_Client):
         """Its consumer wants no more of it, or has had all."""
         if self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
-            if not stream.finished and self._usable:
-                self._send(Abort(request_ids=[stream.request_id]))
+            if not stream.finished:
+                self._drop(stream.request_id)
+
+    def _drop(self, request_id: str) -> None:
+        """Nobody wants a request any more. If the engine is dead or being shut down it has none."""
+        if self.failure is None and self._watched_fd >= 0:
+            with contextlib.suppress(EngineDeadError):
+                self._send(Abort(request_ids=[request_id]))
 
     def _send(self, message: EngineRequest | Abort | UtilityCall) -> None:
         channel = self._ready_channel()
