@@ -74,6 +74,7 @@ class AsyncLLM(Common):
         self._holder: list[AsyncEngineClient] = []
         self._finalizer = weakref.finalize(self, _end, self._holder, self._pid)
         self._request_ids = itertools.count()
+        self._engine_ids = itertools.count()
         self._streams: dict[str, _Stream | None] = {}
         """By request id; None while the prompt is tokenised."""
         self._aborted: set[str] = set()
@@ -230,8 +231,12 @@ class AsyncLLM(Common):
             raise RequestError(f"Request id {name!r} is in use.", param="request_id")
         self._check_priority(priority)
 
+        # The engine may still say something of a request that was dropped, when its name is in use again.
+        engine_id = f"{next(self._engine_ids)}-{name}"
+
         def prepare() -> PreparedRequest:
-            return self._builder.prepare(name, prompt(), params, add_special_tokens=special, priority=priority)
+            made = self._builder.prepare(engine_id, prompt(), params, add_special_tokens=special, priority=priority)
+            return dataclasses.replace(made, request_id=name)
 
         self._streams[name] = stream = None
         try:
