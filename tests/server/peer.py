@@ -123,6 +123,9 @@ class ScriptedEngine:
         return Handle(self, request, on_output, on_dead)
 
     async def _turn(self) -> None:
+        if self.gate.is_set() and not self.pause_s and self.failure is None:
+            await asyncio.sleep(0)
+            return
         waits = [asyncio.create_task(self._dead.wait()), asyncio.create_task(self.gate.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

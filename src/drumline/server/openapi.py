@@ -117,16 +117,21 @@ FIELDS: dict[str, Schema] = {
     },
 }
 """Fields of bodies of which the structs say less than the server takes and checks."""
+CONTENT: Schema = {"anyOf": [{"type": "string"}, TEXT_PARTS]}
+
+
+def _message(roles: list[str], required: list[str], content: Schema, **more: Schema) -> Schema:
+    properties = {"role": {"enum": roles}, "content": content, "name": {"type": ["string", "null"]}, **more}
+    return {"type": "object", "properties": properties, "required": ["role", *required]}
+
+
+CALLS: Schema = {"type": "array", "items": {"type": "object"}}
 MESSAGE: Schema = {
-    "type": "object",
-    "properties": {
-        "role": {"enum": list(ROLES)},
-        "content": {"anyOf": [{"type": "string"}, TEXT_PARTS, {"type": "null"}]},
-        "name": {"type": ["string", "null"]},
-        "tool_calls": {"type": ["array", "null"], "items": {"type": "object"}},
-        "tool_call_id": {"type": ["string", "null"]},
-    },
-    "required": ["role"],
+    "anyOf": [
+        _message([role for role in ROLES if role != "tool"], ["content"], CONTENT),
+        _message(["tool"], ["content"], CONTENT, tool_call_id={"type": ["string", "null"]}),
+        _message(["assistant"], ["tool_calls"], {"anyOf": [CONTENT, {"type": "null"}]}, tool_calls=CALLS),
+    ]
 }
 PROMPT: Schema = {
     "anyOf": [
@@ -254,6 +259,11 @@ def _schemas() -> dict[str, Any]:
             elif name in REFUSED:
                 field["description"] = "Not built yet: refused unless it has its default."
                 field["enum"] = [None, *REFUSED[name]]
+    one = {"prompt": {"type": "string"}, "messages": {"type": "array"}}
+    schemas["TokenizeRequest"]["oneOf"] = [
+        {"required": [name], "properties": {**{key: {"type": "null"} for key in one}, name: field}}
+        for name, field in one.items()
+    ]
     return schemas
 
 
