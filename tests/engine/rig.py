@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from drumline.engine.admission import Limits
 from drumline.engine.blocks import BlockPool
 from drumline.engine.protocol import EngineRequest, RequestOutput
 from drumline.engine.queue import Request
-from drumline.engine.scheduler import Limits, Scheduler
+from drumline.engine.scheduler import Scheduler
 from drumline.plan.sampling import SamplingParams
 from drumline.plan.step import BY_VALUE, StepOutput, StepPlan, ints
 

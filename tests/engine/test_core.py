@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from drumline.config import CacheConfig, EngineConfig, ProcessConfig, SchedulerConfig
+from drumline.engine.admission import Limits
 from drumline.engine.blocks import BlockPool
 from drumline.engine.channel import Incoming, Outgoing, Undecodable
 from drumline.engine.core import EngineCore
 from drumline.engine.protocol import Abort, EngineOutputs, RequestOutput, UtilityCall, UtilityResult
-from drumline.engine.scheduler import Limits, Scheduler
+from drumline.engine.scheduler import Scheduler
 from drumline.errors import ExecutorFailedError, RemoteCallError
 from drumline.executor.uni import UniExecutor
 from drumline.transport import Waiter

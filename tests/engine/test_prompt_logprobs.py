@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from drumline.engine.admission import MAX_SCORED, MAX_SCORED_VALUES, MAX_START_BYTES
 from drumline.engine.protocol import EngineRequest, RequestOutput
-from drumline.engine.scheduler import MAX_SCORED, MAX_SCORED_VALUES, MAX_START_BYTES
 from drumline.errors import RequestError
 from drumline.plan.sampling import SamplingParams
 from drumline.plan.step import TokenLogprobs, encode, ints

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from drumline.config import EngineConfig, ModelConfig, ProcessConfig, SchedulerConfig
+from drumline.engine.admission import MAX_SCORED, MAX_SCORED_VALUES
 from drumline.engine.rings import largest_answer, largest_plan, with_rings
-from drumline.engine.scheduler import MAX_SCORED, MAX_SCORED_VALUES
 from drumline.model.spec import ModelSpec, read_spec
 from drumline.plan.sampling import SlotSampling
 from drumline.plan.step import PromptLogprobs, SlotStart, StepOutput, TokenLogprobs, encode, pack

@@ -20,13 +20,14 @@ import time
 import msgspec
 
 from drumline.config import EngineConfig
+from drumline.engine.admission import Limits
 from drumline.engine.blocks import BlockPool
 from drumline.engine.capacity import Capacity, fit_max_model_len, pool_capacity
 from drumline.engine.channel import CoreChannel
 from drumline.engine.core import EngineCore
 from drumline.engine.protocol import CoreStart, EngineInfo, ProcessState
 from drumline.engine.rings import with_rings
-from drumline.engine.scheduler import Limits, Scheduler
+from drumline.engine.scheduler import Scheduler
 from drumline.errors import ExecutorFailedError, ExitCode, StartupError
 from drumline.executor import Executor, WorkerState
 from drumline.model.spec import ModelSpec, read_spec

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from drumline.config import EngineConfig
-from drumline.engine.scheduler import MAX_SCORED, MAX_SCORED_VALUES, MAX_START_BYTES
+from drumline.engine.admission import MAX_SCORED, MAX_SCORED_VALUES, MAX_START_BYTES
 from drumline.model.spec import ModelSpec
 
 _TOKEN = 5

@@ -1,0 +1,154 @@
+"""Which requests can ever be served, and what the scheduler makes of one. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from drumline.config import POLICIES
+from drumline.engine.blocks import BlockPool, HashChain
+from drumline.engine.protocol import EngineRequest
+from drumline.engine.queue import Request
+from drumline.errors import RequestError
+from drumline.plan.sampling import SlotSampling
+
+MAX_SCORED = 256
+"""Prompt tokens whose log-probabilities one plan computes: each takes a row of logits over the whole vocabulary."""
+MAX_SCORED_VALUES = 1 << 20
+"""Log-probabilities of prompt tokens that the answer to one plan has, unless a single token has more."""
+MAX_START_BYTES = 1 << 20
+"""Bytes of requests that one plan tells the workers of, unless a single one has more: what it says about a cached
+prompt costs no tokens, but must fit into a message (``engine.rings``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a plan never exceeds."""
+
+    max_num_seqs: int
+    """Rows of one plan, and slots."""
+    max_num_batched_tokens: int
+    """Tokens of one plan."""
+    max_model_len: int
+    """Prompt plus output of one request in tokens."""
+    enable_chunked_prefill: bool = True
+    vocab_size: int = 0
+    """Token ids of a prompt must be below this; 0: not checked."""
+    policy: str = "fcfs"
+    """``fcfs`` or ``priority``."""
+    max_num_prefill_tokens: int = 0
+    """Prompt tokens of a plan that has other rows than one prompt's; 0: no limit."""
+    long_prefill_token_threshold: int = 0
+    """Tokens of one prompt in a plan while there are other requests; 0: no limit."""
+    max_overtakes: int = 32
+    """Times that requests are let in before ones that arrived earlier, until the earliest of those is promoted."""
+    num_micro_batches: int = 1
+    """Pipeline stages, which work on as many plans at the same time."""
+
+    def check(self) -> None:
+        """Raise ValueError if no request, or not one of max_model_len, could ever be served."""
+        if min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.num_micro_batches) < 1:
+            raise ValueError(f"every limit must be at least 1: {self}")
+        if self.policy not in POLICIES:
+            raise ValueError(f"the policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"with chunked prefill off a prompt must fit into one step, but max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}) is less than max_model_len ({self.max_model_len})"
+            )
+
+
+def score_cost(sampling: SlotSampling) -> int:
+    """What log-probabilities of one prompt token take of MAX_SCORED_VALUES."""
+    return min(max(sampling.prompt_logprobs + 1, MAX_SCORED_VALUES // MAX_SCORED), MAX_SCORED_VALUES)
+
+
+def make_request(
+    request: EngineRequest, number: int, limits: Limits, pool: BlockPool, *, identity: str = ""
+) -> Request:
+    """The scheduler's form of a request, which arrived as the ``number``-th. RequestError if it can never be served."""
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    if not prompt:
+        raise RequestError("the prompt is empty", param="prompt")
+    if len(prompt) >= limits.max_model_len:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens; with max_model_len {limits.max_model_len} it may have at most "
+            f"{limits.max_model_len - 1}",
+            param="prompt",
+        )
+    if min(prompt) < 0 or (limits.vocab_size and max(prompt) >= limits.vocab_size):
+        wrong = next(token for token in prompt if not 0 <= token < (limits.vocab_size or token + 1))
+        raise RequestError(f"token id {wrong} is not in the vocabulary (0 to {limits.vocab_size - 1})", param="prompt")
+    if sampling.max_tokens is not None and sampling.max_tokens < 1:
+        raise RequestError(f"max_tokens must be at least 1, not {sampling.max_tokens}", param="max_tokens")
+    max_length = limits.max_model_len
+    if sampling.max_tokens is not None:
+        max_length = min(max_length, len(prompt) + sampling.max_tokens)
+    slot_sampling = _slot_sampling(request, limits.vocab_size)
+    most = MAX_SCORED_VALUES // score_cost(slot_sampling)
+    if sampling.prompt_logprobs is not None and not limits.enable_chunked_prefill and len(prompt) - 1 > most:
+        raise RequestError(
+            f"prompt_logprobs are computed for {most} tokens in a step, but the prompt has {len(prompt)} and "
+            f"prompts are not computed in chunks: ask for fewer, or start the server with chunked prefill",
+            param="prompt_logprobs",
+        )
+    needed = pool.blocks_for(max_length - 1)  # the last token is never computed
+    if needed > pool.num_blocks:
+        raise RequestError(
+            f"{max_length} tokens (prompt and max_tokens) need {needed} KV blocks of {pool.block_size} "
+            f"tokens, but the whole pool has {pool.num_blocks}: ask for fewer tokens or give the server "
+            f"more KV memory",
+            param="max_tokens",
+        )
+    priority = request.priority if limits.policy == "priority" else 0
+    return Request(
+        id=request.request_id,
+        number=number,
+        priority=priority,
+        rank=(1, priority, number),
+        tokens=list(prompt),
+        num_prompt=len(prompt),
+        length=len(prompt),
+        max_length=max_length,
+        sampling=slot_sampling,
+        sampling_bytes=len(msgspec.msgpack.encode(slot_sampling)),
+        end_tokens=frozenset(() if sampling.ignore_eos else request.eos_token_ids),
+        stop_tokens=frozenset(sampling.stop_token_ids or ()),
+        prompt_logprobs=None if sampling.prompt_logprobs is None else [],
+        chain=HashChain(pool.block_size, model=identity, salt=request.cache_salt),
+    )
+
+
+def _slot_sampling(request: EngineRequest, vocab_size: int) -> SlotSampling:
+    """What the workers need. Numbers are brought into the ranges that they keep (int32, ids of the vocabulary):
+    what a client asks for must never be what breaks a step."""
+    sampling, most = request.sampling, vocab_size or 2**31 - 1
+
+    def known(ids: Iterable[int] | None) -> tuple[int, ...]:
+        return tuple(token for token in dict.fromkeys(ids or ()) if 0 <= token < most)
+
+    def counted(logprobs: int | None) -> int:
+        return -1 if logprobs is None else min(logprobs, most) if logprobs >= 0 else most
+
+    bias = sampling.logit_bias or {}
+    ends = known([*request.eos_token_ids, *(sampling.stop_token_ids or ())]) if sampling.min_tokens else ()
+    return SlotSampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k if 0 < sampling.top_k < most else 0,
+        seed=request.seed % 2**64,
+        logprobs=counted(sampling.logprobs),
+        prompt_logprobs=counted(sampling.prompt_logprobs),
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        bias_ids=known(bias),
+        bias_values=tuple(bias[token] for token in known(bias)),
+        allowed_ids=known(sampling.allowed_token_ids),
+        bad_words=tuple(tuple(word) for word in request.bad_words_ids if word and known(word[-1:])),
+        min_tokens=min(sampling.min_tokens, 2**31 - 1) if ends else 0,
+        end_ids=ends,
+    )
