@@ -14,6 +14,9 @@ from drumline.errors import RequestError
 MIN_TEMPERATURE = 0.01
 """Temperatures between 0 and this one are raised to it, as in vLLM: below it logits overflow or become nan."""
 
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, MAX_BIAS = 1e-4, 1e4, 1e9
+"""Beyond these, logits in float32 (let alone float16) overflow, or turn into nan together."""
+
 MAX_N = 16384
 """Most outputs of one prompt."""
 
@@ -42,7 +45,7 @@ class _Positional(msgspec.Struct, omit_defaults=True):
     frequency_penalty: float = 0.0
     """Taken off the logit of a token for each time that it is in the output so far; in [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the output; over 0."""
+    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the output; in [1e-4, 1e4]."""
     temperature: float = 1.0
     """0: greedy. At most 2."""
 
@@ -160,8 +163,9 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
                 raise _bad(name, f"must be in [-2, 2], got {value}")
             setattr(self, name, value)
         value = _number("repetition_penalty", self.repetition_penalty)
-        if value <= 0:
-            raise _bad("repetition_penalty", f"must be over 0, got {value}")
+        if not MIN_REPETITION_PENALTY <= value <= MAX_REPETITION_PENALTY:
+            bounds = f"[{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]"
+            raise _bad("repetition_penalty", f"must be in {bounds}, got {value}")
         self.repetition_penalty = value
 
     def _check_distribution(self) -> None:
@@ -252,7 +256,10 @@ def _biases(biases: Any) -> dict[int, float]:
     for key, value in biases.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key
         _integer("logit_bias", token, least=0, most=2**31 - 1)
-        found[token] = _number("logit_bias", value)
+        number = _number("logit_bias", value)
+        if abs(number) > MAX_BIAS:
+            raise _bad("logit_bias", f"must be between -{MAX_BIAS:g} and {MAX_BIAS:g}, got {value}")
+        found[token] = number
     return found
 
 

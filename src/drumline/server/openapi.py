@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from drumline.plan.sampling import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
 from drumline.server.errors import ErrorBody
 from drumline.server.prompts import INT32, INT64, MAX_CHOICES, MAX_N, MAX_STOPS
 from drumline.server.schema import (
@@ -86,7 +87,7 @@ FIELDS: dict[str, Schema] = {
     "min_p": _number(minimum=0, maximum=1),
     "presence_penalty": _number(minimum=-2, maximum=2),
     "frequency_penalty": _number(minimum=-2, maximum=2),
-    "repetition_penalty": _number(exclusiveMinimum=0),
+    "repetition_penalty": _number(minimum=MIN_REPETITION_PENALTY, maximum=MAX_REPETITION_PENALTY),
     "top_k": _integer(-1, INT32),
     "n": _integer(1, MAX_N),
     "best_of": _integer(1, MAX_N),
