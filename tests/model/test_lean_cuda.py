@@ -58,4 +58,5 @@ def test_logits(tiny: Callable[[str], tuple[Path, Any]], shape: str, dtype: torc
         made = load_model(spec, folder, dtype=dtype, device=device, group=ThreadGroup(1).member(0))
         got.append(logits(kind(made), spec, dtype, ids))
     worst = float((got[0] - got[1]).abs().max() / got[0].std())
-    assert worst < (TIE if dtype == torch.float32 else 0.6), worst  # 8 bits through three layers of large random weights
+    # In bfloat16: 8 bits through three layers of large random weights.
+    assert worst < (TIE if dtype == torch.float32 else 0.6), worst
