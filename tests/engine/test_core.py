@@ -17,7 +17,7 @@ from drumline.engine.channel import Incoming, Outgoing, Undecodable
 from drumline.engine.core import EngineCore
 from drumline.engine.protocol import Abort, EngineOutputs, RequestOutput, UtilityCall, UtilityResult
 from drumline.engine.scheduler import Scheduler
-from drumline.errors import ExecutorFailedError, RemoteCallError
+from drumline.errors import ExecutorFailedError, FailureReport, RemoteCallError
 from drumline.executor.uni import UniExecutor
 from drumline.transport import Waiter
 
@@ -59,7 +59,15 @@ class MemoryChannel:
 
 
 class Rig:
-    def __init__(self, *, look_ahead: bool, micro_batches: int = 1, policy: str = "fcfs", **process: Any) -> None:
+    def __init__(
+        self,
+        *,
+        look_ahead: bool,
+        micro_batches: int = 1,
+        policy: str = "fcfs",
+        steps_here: bool = False,
+        **process: Any,
+    ) -> None:
         self.config = EngineConfig(
             cache=CacheConfig(block_size=4, num_gpu_blocks_override=16),
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, async_scheduling=look_ahead),
@@ -78,7 +86,7 @@ class Rig:
         )
         self.scheduler = Scheduler(limits, BlockPool(16, 4))
         self.channel = MemoryChannel(self.waiter)
-        self.core = EngineCore(self.executor, self.scheduler, self.waiter, self.channel)
+        self.core = EngineCore(self.executor, self.scheduler, self.waiter, self.channel, steps_here=steps_here)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -97,9 +105,17 @@ class Rig:
         self.waiter.close()
 
 
-@pytest.fixture(params=[True, False], ids=["look-ahead", "in turns"])
+@pytest.fixture(params=["look-ahead", "in turns", "in the core's thread"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    made = Rig(look_ahead=request.param)
+    made = Rig(look_ahead=request.param != "in turns", steps_here=request.param == "in the core's thread")
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["look-ahead", "in turns"])
+def beside(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """Steps run beside the core's thread."""
+    made = Rig(look_ahead=request.param == "look-ahead")
     yield made
     made.close()
 
@@ -147,30 +163,62 @@ def test_random_arrivals_and_aborts(seed: int, look_ahead: bool, micro_batches: 
     rig.scheduler.check()
 
 
-def test_with_look_ahead_two_steps_are_in_flight(rig: Rig):
-    rig.worker.gate.clear()
-    rig.channel.put(request("a", [1, 2, 3]))
-    assert rig.worker.entered.wait(10)
-    rig.channel.put(UtilityCall(call_id=1, method="stats"))
-    rig.channel.wait(lambda: 1 in rig.channel.results)
-    rig.channel.put(UtilityCall(call_id=2, method="stats"))
-    rig.channel.wait(lambda: 2 in rig.channel.results)
-    assert rig.channel.results[2].value.steps == (2 if rig.executor.max_concurrent_batches == 2 else 1)
-    rig.worker.gate.set()
-    rig.channel.wait_ends("a")
+def test_with_look_ahead_two_steps_are_in_flight(beside: Rig):
+    beside.worker.gate.clear()
+    beside.channel.put(request("a", [1, 2, 3]))
+    assert beside.worker.entered.wait(10)
+    beside.channel.put(UtilityCall(call_id=1, method="stats"))
+    beside.channel.wait(lambda: 1 in beside.channel.results)
+    beside.channel.put(UtilityCall(call_id=2, method="stats"))
+    beside.channel.wait(lambda: 2 in beside.channel.results)
+    assert beside.channel.results[2].value.steps == (2 if beside.executor.max_concurrent_batches == 2 else 1)
+    beside.worker.gate.set()
+    beside.channel.wait_ends("a")
 
 
-def test_abort_during_a_step_frees_at_once(rig: Rig):
-    rig.worker.gate.clear()
-    rig.channel.put(request("a", [1, 2, 3], 20))
-    assert rig.worker.entered.wait(10)
-    rig.channel.put(Abort(request_ids=["a", "unknown"]), UtilityCall(call_id=1, method="stats"))
-    rig.channel.wait(lambda: 1 in rig.channel.results)
-    assert rig.channel.results[1].value.kv_blocks_used == 0
-    rig.worker.gate.set()
-    rig.channel.put(request("b", [1], 3))
-    rig.channel.wait_ends("b")
-    assert "a" not in rig.channel.outputs
+def test_abort_during_a_step_frees_at_once(beside: Rig):
+    beside.worker.gate.clear()
+    beside.channel.put(request("a", [1, 2, 3], 20))
+    assert beside.worker.entered.wait(10)
+    beside.channel.put(Abort(request_ids=["a", "unknown"]), UtilityCall(call_id=1, method="stats"))
+    beside.channel.wait(lambda: 1 in beside.channel.results)
+    assert beside.channel.results[1].value.kv_blocks_used == 0
+    beside.worker.gate.set()
+    beside.channel.put(request("b", [1], 3))
+    beside.channel.wait_ends("b")
+    assert "a" not in beside.channel.outputs
+
+
+def test_abort_during_a_step_in_the_cores_thread_is_seen_after_it():
+    rig = Rig(look_ahead=True, steps_here=True)
+    try:
+        rig.worker.gate.clear()
+        rig.channel.put(request("a", [1, 2, 3], 20))
+        assert rig.worker.entered.wait(10)
+        rig.channel.put(Abort(request_ids=["a"]), UtilityCall(call_id=1, method="stats"))
+        rig.worker.gate.set()
+        rig.channel.wait(lambda: 1 in rig.channel.results)
+        assert rig.channel.results[1].value.kv_blocks_used == 0
+        assert rig.channel.tokens("a") == expected(request("a", [1, 2, 3], 20), 48)[0][:1]
+    finally:
+        rig.close()
+
+
+def test_calls_and_steps_in_the_cores_thread_run_in_turn():
+    """A call that is outstanding when a step is issued runs first, in the worker's thread."""
+    rig = Rig(look_ahead=True, steps_here=True)
+    try:
+        for number in range(20):
+            rig.channel.put(
+                UtilityCall(call_id=number, method="collective_rpc", args=["double", [number]]),
+                one := request(str(number), [1, 2, number % 3], 5),
+            )
+            rig.channel.wait_ends(one.request_id)
+            rig.channel.wait(lambda number=number: number in rig.channel.results)
+            assert rig.channel.tokens(one.request_id) == expected(one, 48)[0]
+            assert rig.channel.results[number].error is None
+    finally:
+        rig.close()
 
 
 def test_sampling_on_demand(rig: Rig):
@@ -242,6 +290,23 @@ def test_a_step_without_end_is_told_as_a_hang():
         assert isinstance(rig.error, ExecutorFailedError)
         assert (rig.error.report.what, rig.error.report.step) == ("hang", 0)
         assert "no answer within 0.2 s" in str(rig.error)
+    finally:
+        rig.close()
+
+
+def test_a_step_without_end_in_the_cores_thread_is_told_by_another():
+    rig = Rig(look_ahead=True, steps_here=True, execute_timeout_s=0.2, shutdown_timeout_s=0.5)
+    told: list[FailureReport] = []
+    came = threading.Event()
+    rig.executor.register_failure_callback(lambda report: (told.append(report), came.set()))
+    try:
+        rig.worker.gate.clear()
+        rig.channel.put(request("a", [1, 2, 3], 8))
+        assert came.wait(10)
+        assert (told[0].what, told[0].phase) == ("hang", "execute_model")
+        rig.worker.gate.set()  # in real life nobody does, and the process is ended
+        rig.thread.join(10)
+        assert isinstance(rig.error, ExecutorFailedError)
     finally:
         rig.close()
 

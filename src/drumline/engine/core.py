@@ -9,9 +9,10 @@
         take messages -> schedule -> execute_model(non_block) -> ... until the pipeline is full or nothing is left to
         schedule -> hand outputs of the last answer to the channel -> sleep -> update with the oldest answer
 
-With look-ahead the pipeline holds two plans: plan n + 1 is issued before the answer of plan n is known, so workers
-find their next plan waiting when they have answered. Outputs go out after the next plan, since workers may be idle and
-clients are not.
+A step that runs in this thread (``uni`` on CPUs, ``Executor.run_steps_here``) has its answer when it is issued.
+Otherwise, with look-ahead, the pipeline holds two plans: plan n + 1 is issued before the answer of plan n is known, so
+workers find their next plan waiting when they have answered. Outputs go out after the next plan, since workers may be
+idle and clients are not.
 
 A request that cannot be handled gets an output with finish_reason ``error``; it never ends the loop. A step that fails
 does: slots and caches of the workers cannot be trusted after it. The exception leaves :meth:`EngineCore.run` and the
@@ -126,18 +127,27 @@ class EngineCore:
         waiter: rung by the executor, the channel and :meth:`stop`.
         channel: where messages come from and go to.
         role: name in reports.
+        steps_here: have steps run in this thread where the executor can (``Executor.run_steps_here``).
 
     """
 
     def __init__(
-        self, executor: Executor, scheduler: Scheduler, waiter: Waiter, channel: Channel, *, role: str = "EngineCore"
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        waiter: Waiter,
+        channel: Channel,
+        *,
+        role: str = "EngineCore",
+        steps_here: bool = False,
     ) -> None:
         self._executor = executor
         self._scheduler = scheduler
         self._waiter = waiter
         self._channel = channel
         self._role = role
-        self._depth = executor.max_concurrent_batches
+        self._steps_here = steps_here and executor.run_steps_here()
+        self._depth = 1 if self._steps_here else executor.max_concurrent_batches
         self._flights: deque[_Flight] = deque()
         self._calls: list[tuple[int, str, Future]] = []
         self._unsent: list[RequestOutput] = []
@@ -184,6 +194,8 @@ class EngineCore:
         while not self._stopping:
             self._take_messages()
             issued = self._issue()
+            if issued and self._steps_here:
+                self._take_answers()
             self._send_outputs()
             if not issued:
                 self._wait()

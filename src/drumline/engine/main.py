@@ -28,7 +28,7 @@ from drumline.engine.core import EngineCore
 from drumline.engine.protocol import CoreStart, EngineInfo, ProcessState
 from drumline.engine.rings import with_rings
 from drumline.engine.scheduler import Scheduler
-from drumline.errors import ExecutorFailedError, ExitCode, StartupError
+from drumline.errors import ExecutorFailedError, ExitCode, FailureReport, StartupError
 from drumline.executor import Executor, WorkerState
 from drumline.model.spec import ModelSpec, read_spec
 from drumline.plan.kv import KVSpec
@@ -71,8 +71,9 @@ class EngineProcess:
             executor.shutdown()
 
     def _serve(self, executor: Executor, scheduler: Scheduler, info: EngineInfo, channel: CoreChannel) -> None:
-        core = EngineCore(executor, scheduler, self._waiter, channel, role=self._child.role)
+        core = EngineCore(executor, scheduler, self._waiter, channel, role=self._child.role, steps_here=True)
         self._child.on_stop(core.stop)
+        executor.register_failure_callback(self._end_if_stuck)
         # what was made so far lives as long as the process: collections need not look at it again
         gc.collect()
         gc.freeze()
@@ -85,6 +86,12 @@ class EngineProcess:
         except BaseException as error:
             self._child.fail(error, phase="execute_model" if core.step is not None else "serving", step=core.step)
             raise
+
+    def _end_if_stuck(self, report: FailureReport) -> None:
+        """The executor broke. If that is because the main thread hangs in a step, nobody else can end the process."""
+        if report.what == "hang" and report.pid == os.getpid():
+            self._child.fail(ExecutorFailedError(report))
+            os._exit(int(ExitCode.STALLED))
 
     # the start
 

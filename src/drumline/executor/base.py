@@ -280,6 +280,14 @@ class Executor(ABC):
         self._raise_if_failed()
         self.collective_rpc(worker_health, timeout=timeout)
 
+    def run_steps_here(self) -> bool:
+        """Ask that steps which are not waited for run in the thread that calls, before it gets its (ended) future.
+
+        For a loop that has nothing to do beside a step. False where workers are elsewhere, or where a step goes on
+        beside the thread that started it (a GPU's).
+        """
+        return False
+
     @property
     def max_concurrent_batches(self) -> int:
         """How many plans may be in flight at once: one in each pipeline stage, and one more with look-ahead."""

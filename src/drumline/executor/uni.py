@@ -11,6 +11,13 @@ A thread, because the contract is that of ``mp``: futures, deadlines that end a 
 from several threads in one order, and look-ahead (a forward releases the GIL, and the scheduler runs meanwhile). It is
 always the same thread, because torch's thread count, its inference mode and the current CUDA device belong to one.
 
+**Steps in the caller's thread.** On CPUs a second thread gains a loop nothing that only waits for the step: the two
+fight for the interpreter's lock, which a forward gives up in each of its hundreds of small operations (a third of a
+step of a 5 M model). So such a loop asks for :meth:`UniExecutor.run_steps_here`: its ``execute_model`` and
+``sample_tokens`` then run in its own thread while no other call is outstanding, and their futures have ended when they
+are returned. What the worker thread was for is done by another that mostly sleeps: a step past its deadline breaks the
+executor.
+
 Differences from ``mp``: arguments and results are handed over as they are, not copied, so do not change them after the
 call; a worker that does not return cannot be ended, only left.
 """
@@ -19,8 +26,10 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -28,6 +37,7 @@ from typing import Any
 from drumline.errors import FailureReport, StartupError
 from drumline.executor.base import Executor, Method, WorkerState, method_name
 from drumline.executor.calls import Aggregator, Call, CallTable
+from drumline.plan.step import StepOutput
 from drumline.platforms.host import cores
 from drumline.processes.reports import make_report
 from drumline.transport import deadline_after
@@ -35,6 +45,9 @@ from drumline.worker.protocol import WorkerContext
 from drumline.worker.wrapper import bind, name_of, start_worker, step_of, stop_worker
 
 log = logging.getLogger(__name__)
+
+WATCH_S = 30.0
+"""Longest time in seconds between two looks at whether a step in the caller's thread is past its deadline."""
 
 _Job = tuple[Call, Method, tuple[Any, ...], Mapping[str, Any]]
 
@@ -55,6 +68,11 @@ class UniExecutor(Executor):
         self._send_lock = threading.Lock()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._state = WorkerState(rank=0, name=self._name, pid=os.getpid(), phase="starting")
+        self._made = _Made()
+        self._worker_lock = threading.Lock()
+        """Held by the thread that runs a call."""
+        self._steps_here = False
+        self._step_here: Call | None = None
         self._started = threading.Event()
         self._start_failure: tuple[FailureReport, BaseException] | None = None
         self._thread = threading.Thread(target=self._run, name="drumline-worker", daemon=True)
@@ -103,10 +121,68 @@ class UniExecutor(Executor):
             self._jobs.put((call, method, (*args, *own), kwargs or {}))
         return call if non_block else call.result()
 
+    # Steps in the caller's thread.
+
+    def run_steps_here(self) -> bool:
+        """See :meth:`Executor.run_steps_here`. Yes on CPUs."""
+        if self.platform.device_type != "cpu":
+            return False
+        self._set_torch_threads()
+        if not self._steps_here:
+            self._steps_here = True
+            over = threading.Event()
+            self._cleanup.callback(over.set)
+            threading.Thread(target=self._watch, args=(over,), name="drumline-watch", daemon=True).start()
+        return True
+
+    def _step(self, method: str, args: tuple[Any, ...], non_block: bool) -> StepOutput | Call | None:
+        if not (self._steps_here and non_block):
+            return super()._step(method, args, non_block)
+        self._raise_if_failed()
+        self._table.refuse_aggregator()
+        with self._send_lock:
+            idle = not self._table.owing[0]
+            call = self._table.begin(
+                method,
+                (0,),
+                single=True,
+                deadline=deadline_after(self.process.execute_timeout_s),
+                aggregators=self.output_aggregators,
+            )
+            if not idle:
+                self._jobs.put((call, method, args, {}))
+                return call
+            self._worker_lock.acquire()  # the worker thread has ended its last call
+        try:
+            self._step_here = call
+            self._call(self._made.object, call, method, args, {})
+        finally:
+            self._step_here = None
+            self._worker_lock.release()
+        return call
+
+    def _watch(self, over: threading.Event) -> None:
+        while not over.wait(min(WATCH_S, self.process.execute_timeout_s / 4)):
+            call = self._step_here
+            if call is not None and call.deadline is not None and time.monotonic() > call.deadline:
+                self._fail(self._hang_report(call))
+                return
+
+    def _hang_report(self, call: Call) -> FailureReport:
+        return FailureReport(
+            role=self._name,
+            rank=0,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            phase=call.method,
+            what="hang",
+            message=f"the worker has not ended the step within {self.process.execute_timeout_s:g} s",
+        )
+
     # The worker thread.
 
     def _run(self) -> None:
-        worker = _Made()
+        worker = self._made
         try:
             self._set_torch_threads()
             start_worker(self._context(), device=self._device_text(0), made=worker.keep)
@@ -127,7 +203,11 @@ class UniExecutor(Executor):
         job = self._jobs.get()
         if job is None:
             return False
-        call, method, args, kwargs = job
+        with self._worker_lock:
+            self._call(worker, *job)
+        return True
+
+    def _call(self, worker: Any, call: Call, method: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         try:
             value = bind(worker, method)(*args, **kwargs)
         except BaseException as exc:  # noqa: BLE001  SystemExit too: the worker cannot leave this process
@@ -140,7 +220,6 @@ class UniExecutor(Executor):
             with self._table.lock:
                 self._table.answer(0, call.id, value)
             self.waiter.ring()
-        return True
 
     def _context(self) -> WorkerContext:
         return WorkerContext(
