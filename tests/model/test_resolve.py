@@ -44,7 +44,7 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "gpt2"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     refused("is a file", model=str(tmp_path / "config.json"))
-    refused("'gpt2' cannot be served yet", UnsupportedModelError)
+    refused("'gpt2' cannot be served: ", UnsupportedModelError)
     config = {
         "model_type": "llama",
         "hidden_size": 8,
