@@ -259,7 +259,11 @@ def test_answers_that_come_early_starve_nobody():
 def test_prompts_that_arrive_at_once_are_finished_one_after_another():
     rig = Rig(max_num_prefill_tokens=8)
     rig.run(*(request(str(i), [i + 1] * 6, 20) for i in range(4)))
-    assert [ints(plan.num_tokens).tolist() for plan in rig.plans[:4]] == [[6, 2], [1, 4, 4], [1, 1, 2, 6], [1] * 4]
+    assert [ints(plan.num_tokens).tolist() for plan in rig.plans[:4]] == [[6, 2], [4, 4], [2, 6], [1] * 4]
+
+
+def counts(rig: Rig, plans: int) -> list[list[int]]:
+    return [ints(plan.num_tokens).tolist() for plan in rig.plans[:plans]]
 
 
 def test_a_prompt_alone_in_its_step_may_have_all_of_it():
@@ -268,7 +272,34 @@ def test_a_prompt_alone_in_its_step_may_have_all_of_it():
     rig.turn()
     rig.scheduler.add(request("b", [2] * 30, 20))
     rig.run()
-    assert [ints(plan.num_tokens).tolist() for plan in rig.plans[:5]] == [[30], [1, 8], [1, 8], [1, 8], [1, 6]]
+    assert counts(rig, 6) == [[30], [8], [8], [8], [6], [1, 1]]
+
+
+def test_streams_pause_for_one_full_step_at_most():
+    rig = Rig(max_num_prefill_tokens=8, max_num_batched_tokens=20)
+    rig.scheduler.add(request("a", [1] * 3, 20))
+    rig.turn()
+    rig.scheduler.add(request("b", [2] * 60, 20))
+    rig.run()
+    assert counts(rig, 9) == [[3], [8], [8], [4], [1, 8], [8], [8], [4], [1, 8]]
+
+
+def test_a_prompt_that_cannot_be_let_in_does_not_hold_up_streams():
+    rig = Rig(max_num_prefill_tokens=8, max_num_seqs=1)
+    requests = [request("a", [1] * 3, 5), request("b", [2] * 9, 3)]
+    rig.run(*requests)
+    check_all(rig, requests)
+    assert counts(rig, 6) == [[3], [1], [1], [1], [1], [9]]
+
+
+@pytest.mark.parametrize(("policy", "micro_batches"), [("priority", 1), ("fcfs", 2)])
+def test_streams_and_prompts_share_steps_otherwise(policy: str, micro_batches: int):
+    rig = Rig(max_num_prefill_tokens=8, policy=policy, micro_batches=micro_batches)
+    rig.scheduler.add(request("a", [1] * 3, 20))
+    rig.turn()
+    rig.scheduler.add(request("b", [2] * 30, 20))
+    rig.run()
+    assert counts(rig, 3) == [[3], [1, 8], [1, 8]]
 
 
 def test_one_long_prompt_leaves_room_for_a_short_one():

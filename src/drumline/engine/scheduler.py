@@ -21,7 +21,7 @@ refuses what does not); a victim for the head of the queue is less urgent than t
 nobody else is let in; of those that run, the least in rank is not preempted either and ends, and so on, until T fits.
 3. What runs gets a token in every plan (with micro-batches: in its turn), and ends after max_length of them. So T ends
 or somebody comes who ranks before it, and with ``fcfs`` nobody does: whoever waits becomes T once all who arrived
-before have ended.
+before have ended. (Where prompts go first, "every plan" is one in a bounded number of plans.)
 
 **Why nobody starves.** With ``priority``, requests may come for ever that rank before X. Each time someone is let in
 while an older request waits, or is in the middle of its prompt, that is counted; after ``max_overtakes`` such times the
@@ -36,6 +36,12 @@ of unimportant requests would then as a whole come before every new urgent one.
 the prompt tokens of a step that has other rows are at most ``max_num_prefill_tokens``. A prompt that is alone in its
 step may take the whole budget. When many arrive at once, they are finished one after another: the first token of the
 first does not wait for the last. ``long_prefill_token_threshold`` limits what one prompt gets of a step.
+
+*Prompts first.* Where that limit is set (CPUs: a step takes as long as its tokens, whoever they belong to), steps of
+prompts alone go before those of the streams, until the streams have paused for ``max_num_batched_tokens`` tokens: no
+longer than one full step would hold them up, but the prompts of that step are answered one by one. Sharing each step
+instead makes each of many gaps a little longer, and the batch is full later. Not with ``priority`` (an unimportant
+prompt would hold up an urgent stream) nor with micro-batches (stages are kept busy by both).
 
 **Look-ahead.** Plans may be scheduled before the outputs of earlier ones are known. A request has ``tokens`` (known)
 and ``pending`` (tokens that issued plans will sample). The input of its next row is then named by the step that
@@ -170,6 +176,8 @@ class Scheduler:
         self._arrivals = 0
         self._overtakes = 0
         self._step = 0
+        self._paused = 0
+        """Prompt tokens computed since streams had a row."""
         self._prefix_queries = 0
         self._prefix_hits = 0
         self._preemptions = 0
@@ -261,7 +269,10 @@ class Scheduler:
         if self.limits.policy == "priority":
             self._promote()
             self._make_room()
+        elif (rows := self._prompts_first()) is not None:
+            return self._issue(rows)
         admit = True
+        self._paused = 0
         while True:
             rows = _Rows(self.limits.max_num_batched_tokens)
             preempted = self._add_decoding(rows)
@@ -274,6 +285,17 @@ class Scheduler:
             if not preempted:
                 return None
             # A micro-batch gave up its own blocks, and somebody else can use them: once more.
+
+    def _prompts_first(self) -> _Rows | None:
+        """Rows of prompts alone, where they go before running streams; see "Prompts first" above."""
+        limits = self.limits
+        left = limits.max_num_batched_tokens - self._paused
+        if not limits.max_num_prefill_tokens or limits.num_micro_batches > 1 or left <= 0 or not self._decoding:
+            return None
+        rows = _Rows(min(limits.max_num_prefill_tokens, left))
+        self._add_prompts(rows, admit=True)
+        self._paused += rows.num_prefill
+        return rows if rows.slots else None
 
     def _issue(self, rows: _Rows) -> StepPlan:
         plan = rows.pack(self._step, self._freed)
