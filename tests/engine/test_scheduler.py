@@ -275,13 +275,25 @@ def test_a_prompt_alone_in_its_step_may_have_all_of_it():
     assert counts(rig, 6) == [[30], [8], [8], [8], [6], [1, 1]]
 
 
-def test_streams_pause_for_one_full_step_at_most():
-    rig = Rig(max_num_prefill_tokens=8, max_num_batched_tokens=20)
+def test_more_prompts_than_half_a_step_share_steps_with_streams():
+    rig = Rig(max_num_prefill_tokens=8, max_num_batched_tokens=40)
     rig.scheduler.add(request("a", [1] * 3, 20))
     rig.turn()
-    rig.scheduler.add(request("b", [2] * 60, 20))
+    rig.scheduler.add(request("b", [2] * 33, 20))
     rig.run()
-    assert counts(rig, 9) == [[3], [8], [8], [4], [1, 8], [8], [8], [4], [1, 8]]
+    assert counts(rig, 7) == [[3], [1, 8], [1, 8], [8], [8], [1], [1, 1]]
+
+
+def test_prompts_that_keep_coming_hold_streams_up_for_half_a_step_at_most():
+    rig = Rig(max_num_prefill_tokens=8, max_num_batched_tokens=32)
+    rig.scheduler.add(request("a", [1] * 3, 20))
+    rig.turn()
+    for number in range(12):
+        rig.scheduler.add(request(str(number), [number % 8 + 2] * 8, 4))
+        rig.turn()
+    with_stream = [0 in ints(plan.slots).tolist() for plan in rig.plans]
+    assert not any(a is b is c is False for a, b, c in zip(with_stream, with_stream[1:], with_stream[2:], strict=False))
+    rig.run()
 
 
 def test_a_prompt_that_cannot_be_let_in_does_not_hold_up_streams():

@@ -37,11 +37,11 @@ the prompt tokens of a step that has other rows are at most ``max_num_prefill_to
 step may take the whole budget. When many arrive at once, they are finished one after another: the first token of the
 first does not wait for the last. ``long_prefill_token_threshold`` limits what one prompt gets of a step.
 
-*Prompts first.* Where that limit is set (CPUs: a step takes as long as its tokens, whoever they belong to), steps of
-prompts alone go before those of the streams, until the streams have paused for ``max_num_batched_tokens`` tokens: no
-longer than one full step would hold them up, but the prompts of that step are answered one by one. Sharing each step
-instead makes each of many gaps a little longer, and the batch is full later. Not with ``priority`` (an unimportant
-prompt would hold up an urgent stream) nor with micro-batches (stages are kept busy by both).
+*Prompts first.* Where that limit is set (CPUs: a step takes as long as its tokens, whoever they belong to) and all
+prompts that are to be computed make up half a full step at most, steps of prompts alone go before those of the streams.
+So a few short prompts are answered soonest, one by one, and streams have one gap instead of several. More prompts than
+that share steps with the streams, which would pause for too long. Not with ``priority`` (an unimportant prompt would
+hold up an urgent stream) nor with micro-batches (stages are kept busy by both).
 
 **Look-ahead.** Plans may be scheduled before the outputs of earlier ones are known. A request has ``tokens`` (known)
 and ``pending`` (tokens that issued plans will sample). The input of its next row is then named by the step that
@@ -71,6 +71,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 
 import msgspec
@@ -289,9 +290,13 @@ class Scheduler:
     def _prompts_first(self) -> _Rows | None:
         """Rows of prompts alone, where they go before running streams; see "Prompts first" above."""
         limits = self.limits
-        left = limits.max_num_batched_tokens - self._paused
-        if not limits.max_num_prefill_tokens or limits.num_micro_batches > 1 or left <= 0 or not self._decoding:
+        if not limits.max_num_prefill_tokens or limits.num_micro_batches > 1 or not self._decoding:
             return None
+        left = todo = limits.max_num_batched_tokens // 2 - self._paused
+        for request in chain(self._prefilling, self._waiting):
+            todo -= request.length - request.num_computed
+            if todo < 0:
+                return None
         rows = _Rows(min(limits.max_num_prefill_tokens, left))
         self._add_prompts(rows, admit=True)
         self._paused += rows.num_prefill
