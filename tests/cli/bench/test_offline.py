@@ -41,6 +41,7 @@ async def test_an_interrupt_reports_the_rounds_so_far(tmp_path: Path) -> None:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env=dict(os.environ),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where the tests are a background job
     )
     assert process.stderr is not None
     async with asyncio.timeout(60):
