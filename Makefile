@@ -88,7 +88,10 @@ check: dev
 
 bench: dev
 	$(BIN)/python bench/all_reduce.py
+	$(BIN)/python bench/stage_messages.py
+	$(BIN)/python bench/offline_vs_transformers.py
 ifdef VLLM
+	$(BIN)/python bench/serve_load.py --vllm '$(VLLM)'
 	$(BIN)/python bench/serve_vs_vllm.py "$$($(BIN)/python -m drumline.model.default_model | tail -n 1)" --vllm '$(VLLM)' --tp 1 3
 else
 	@echo 'VLLM=/path/to/bin/vllm compares the server with vLLM too (bench/README.md)'
