@@ -24,6 +24,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 """Other names of these, as torch and vLLM have them."""
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+MODEL_IMPLS = ("auto", "transformers")
 POLICIES = ("fcfs", "priority")
 """In which order requests are served."""
 CPU_PREFILL_TOKENS = 256
@@ -306,6 +307,9 @@ class ModelConfig:
     """Longest prompt plus output in tokens; None: what the model's config says."""
     load_format: str = "auto"
     """``auto``, ``safetensors``, or ``dummy`` (random weights from the config alone)."""
+    model_impl: str = "auto"
+    """``auto``: the fastest way to run the model; ``transformers``: its modules as they are, whose weights can be
+    looked at and changed (``LLM.apply_model``)."""
     trust_remote_code: bool = False
     """Known to vLLM's users: accepted with a warning and set back, since no such code is ever run."""
     seed: int = 0
@@ -330,6 +334,7 @@ class ModelConfig:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
         _one_of(self, "dtype", DTYPES)
         _one_of(self, "load_format", LOAD_FORMATS)
+        _one_of(self, "model_impl", MODEL_IMPLS)
         if self.max_model_len is not None:
             _whole(self, ("max_model_len",))
         _whole(self, ("seed",), least=-(2**63))

@@ -11,7 +11,7 @@ import pytest
 
 import drumline
 from drumline import LLM, AsyncLLM, BeamSearchParams, EngineConfig, RequestOutput, SamplingParams
-from drumline.errors import RequestError, UnsupportedError
+from drumline.errors import RemoteCallError, RequestError, UnsupportedError
 from drumline.llm.options import make_config, options_of
 
 from .conftest import SMALL
@@ -187,8 +187,22 @@ def test_beam_search(llm: LLM) -> None:
 
 
 def test_functions_on_the_model(llm: LLM) -> None:
-    [count] = llm.apply_model(lambda model: sum(p.numel() for p in model.parameters()))
+    with pytest.raises(RemoteCallError, match="--model-impl transformers"):
+        llm.apply_model(lambda model: None)
+
+
+def test_weights_are_changed_by_functions_on_the_model(model_path: Path) -> None:
+    def head_of_zeros(model: Any) -> int:
+        model.get_output_embeddings().weight.zero_()
+        return sum(p.numel() for p in model.parameters())
+
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with LLM(model_path, model_impl="transformers", **SMALL) as llm:
+        before = llm.generate("The quick", greedy, use_tqdm=False)[0].outputs[0].token_ids
+        [count] = llm.apply_model(head_of_zeros)
+        after = llm.generate("The quick", greedy, use_tqdm=False)[0].outputs[0].token_ids
     assert count > 10_000
+    assert before != after == [0] * 4  # equal logits: the lowest id
 
 
 def test_metrics(llm: LLM) -> None:

@@ -41,7 +41,10 @@ _PROFILE = (
     "a worker with collective_rpc."
 )
 _LORA = "Adapters are not built yet: merge the adapter into the weights and load the merged model."
-_WEIGHTS = "Change weights in the workers with collective_rpc or apply_model, then call reset_prefix_cache()."
+_WEIGHTS = (
+    "Start with model_impl='transformers', change weights in the workers with apply_model, then call "
+    "reset_prefix_cache()."
+)
 _MEDIA = "drumline takes text only, so there is nothing to forget."
 _ABSENT = {
     "encode": _POOLING,

@@ -460,7 +460,8 @@ class LLM(Common):
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Call a function with the model (torch's module) of every worker; answers in rank order.
 
-        Each worker has its own part of the weights. Answers travel pickled: give back numbers, not parameters.
+        Only with ``model_impl="transformers"``: else the modules have no weights (RemoteCallError says so). Each worker
+        has its own part of the weights. Answers travel pickled: give back numbers, not parameters.
         """
         return self.collective_rpc("apply_model", args=(func,))
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from drumline.errors import ConfigError
+from drumline.errors import ConfigError, UnsupportedError
 from drumline.model import spec as specs
 from drumline.model.attention import KVCache
+from drumline.model.forward import Forward, ModuleForward
 from drumline.model.lean import make_forward
 from drumline.model.loader import load_model
 from drumline.model.pipeline import make_stage
@@ -108,7 +109,7 @@ class ModelWorker:
         )
         sampler = Sampler(vocab_shards(self.spec.vocab_size, group.size), group, wants_logprobs=self._is_output_rank)
         self._runner = ModelRunner(
-            make_forward(self.model, self.max_model_len),
+            self._forward(self.model),
             sampler,
             num_kv_heads=self.spec.heads(group.size)[group.rank_in_group].kv.size,
             max_model_len=self.max_model_len,
@@ -210,8 +211,18 @@ class ModelWorker:
         """Raise if the device does not work any more."""
         self.platform.synchronize()
 
+    def _forward(self, model: torch.nn.Module) -> Forward:
+        if self.config.model.model_impl == "transformers":
+            return ModuleForward(model)
+        return make_forward(model, self.max_model_len)
+
     def apply_model(self, func: Callable[[Any], Any]) -> Any:
-        """What ``func`` gives for this rank's part of the model."""
+        """What ``func`` gives for this rank's part of the model. UnsupportedError if its weights are elsewhere."""
+        if not isinstance(self.runner.forward, ModuleForward):
+            raise UnsupportedError(
+                "the weights were laid out anew for this machine, so the model's modules have none: start with "
+                "--model-impl transformers (model_impl='transformers') to look at them or change them"
+            )
         return func(self.model)
 
     def shutdown(self) -> None:
