@@ -88,7 +88,12 @@ def _left(before_pids: set[int], before_fds: Counter[str], before_threads: set[i
             left.append(f"process {pid} ({process.status()}): {' '.join(process.cmdline())[:120]}")
         except psutil.NoSuchProcess:
             continue
-    left += [f"thread {t.name}" for t in threading.enumerate() if t.ident not in before_threads and not t.daemon]
+    # "asyncio_N" belong to the executor of a loop that a fixture of wider scope keeps; they end with it
+    left += [
+        f"thread {t.name}"
+        for t in threading.enumerate()
+        if t.ident not in before_threads and not t.daemon and not t.name.startswith("asyncio_")
+    ]
     left += [
         f"thread {t.name}" for t in threading.enumerate() if t.ident not in before_threads and "drumline" in t.name
     ]

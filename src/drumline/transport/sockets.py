@@ -57,6 +57,10 @@ def _prefix() -> str:
     return f"drumline-{os.getuid()}-"
 
 
+ATTEMPTS = 100
+"""Folders that are made until one is locked before another process, which starts at the same time, removes it."""
+
+
 def _bases() -> list[Path]:
     """Folders in which a socket folder may be made, the preferred one first."""
     bases = []
@@ -81,7 +85,7 @@ class SocketDir:
         remove_stale()
         reasons: list[str] = []
         for base in _bases():
-            for _ in range(3):  # another process may take it for a stale one before the lock is there
+            for _ in range(ATTEMPTS):  # another process may take it for a stale one before the lock is there
                 try:
                     path = Path(tempfile.mkdtemp(prefix=_prefix(), dir=base))
                 except OSError as error:
