@@ -292,8 +292,10 @@ class Scheduler:
         limits = self.limits
         if not limits.max_num_prefill_tokens or limits.num_micro_batches > 1 or not self._decoding:
             return None
+        if not self._prefilling and not (self._waiting and self._free_slots):
+            return None
         left = todo = limits.max_num_batched_tokens // 2 - self._paused
-        for request in chain(self._prefilling, self._waiting):
+        for request in chain(self._prefilling, self._waiting.in_any_order()):  # ends early where many wait
             todo -= request.length - request.num_computed
             if todo < 0:
                 return None
