@@ -38,10 +38,10 @@ def test_stages(tiny: Tiny, shape: str) -> None:
 
 def test_without_complex_numbers(tiny: Tiny, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on other devices: the rotary embedding and norms in plain operations, plain linears."""
-    rotate, order, tables = lean._rotate, lean._Order, lean._rope_tables
+    rotate, order = lean._rotate, lean._Order
     monkeypatch.setattr(lean, "_rotate", lambda x, table, _: rotate(x, table, False))
     monkeypatch.setattr(lean, "_Order", lambda dim, made, _: order(dim, made, False))
-    monkeypatch.setattr(lean, "_rope_tables", lambda base, length, like, _: tables(base, length, like, False))
+    monkeypatch.setattr(lean, "_complex", lambda table: table)
     monkeypatch.setattr(lean, "_rms_norm", lean._rms_norm_in_float)
     monkeypatch.setattr(lean, "lay_out", lambda parts: None)
     folder, model = tiny(shape)
