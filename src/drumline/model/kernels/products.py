@@ -1,0 +1,430 @@
+"""Matrix products ``out = x w^T`` of one thread, for any number of rows: weights in panels, a register tile per panel.
+
+A panel is :data:`PANEL` output columns, stored ``[K, PANEL]``: a product reads the weights once and in the order in
+which they lie in memory, and holds a tile of up to :data:`TILE` rows times one panel in registers over the whole of K.
+Weights that fit bfloat16 or float16 exactly are stored so and widened in registers; arithmetic is float32 always.
+
+The tile is written as LLVM vectors: LLVM's own vectoriser takes half of AVX-512's registers here. Each number of rows
+has its own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import llvmlite.binding  # type: ignore[import-untyped]
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from drumline.model.kernels.jit import floats, halves, inlined, int32s, kernel
+
+_FEATURES = llvmlite.binding.get_host_cpu_features()
+_WIDE = bool(_FEATURES.get("avx512f"))
+
+LANES = 16 if _WIDE else 8 if _FEATURES.get("avx") else 4
+"""Floats in a register."""
+PANEL = 2 * LANES
+"""Columns of a panel."""
+TILE = 12 if _WIDE or LANES == 4 else 6
+"""Most rows of a tile: two accumulators a row leave a few of the 32 (or 16) registers for what is multiplied."""
+CHUNK = 4
+"""Unrolled steps along K; rows are packed in chunks of as many."""
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+"""How weights are stored."""
+
+BLOCK_BYTES = 1 << 20
+"""Of packed rows that pass all panels together: they stay in the second cache."""
+WIDEN_ROWS = 4 * TILE
+"""From so many rows a 16-bit panel is widened once instead of in each tile."""
+
+PIECE = 1 << 18
+"""Elements that are looked at together, so that they stay in the cache."""
+
+
+class Panels:
+    """Weights [N, K] as panels [ceil(N / PANEL), K, PANEL]; columns after the last are zero.
+
+    bfloat16: columns j and j + LANES of a panel are the low and high half of a 32-bit word (widened by one shift or one
+    mask). float16: columns in their order.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.features, self.inputs = weight.shape
+        dtype = _storage(weight)
+        self.kind = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}[dtype]
+        count = -(-self.features // PANEL)
+        self._panels = torch.empty(
+            count, self.inputs, PANEL, dtype=torch.float32 if dtype == torch.float32 else torch.int16
+        )
+        self.address = self._panels.data_ptr()
+        self.nbytes = self._panels.nbytes
+        at_once = max(1, PIECE // max(1, PANEL * self.inputs))
+        for first in range(0, count, at_once):
+            rows = weight[first * PANEL : (first + at_once) * PANEL].to(dtype).contiguous()
+            panel = self.address + first * PANEL * self.inputs * self._panels.itemsize
+            _lay_out(rows.data_ptr(), len(rows), self.inputs, panel, self.kind)
+
+
+def _storage(weight: torch.Tensor) -> torch.dtype:
+    """The narrowest type that loses nothing."""
+    if weight.dtype != torch.float32:
+        return weight.dtype
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(torch.equal(piece.to(dtype).float(), piece) for piece in _pieces(weight)):
+            return dtype
+    return torch.float32
+
+
+def _pieces(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    rows = max(1, PIECE // max(1, weight.shape[1]))
+    for start in range(0, len(weight), rows):
+        yield weight[start : start + rows]
+
+
+@kernel
+def _lay_out(weight: int, rows: int, inputs: int, panels: int, kind: int) -> None:
+    """Rows of a matrix as panels: a few columns at a time, which stay in the first cache."""
+    for panel in range((rows + PANEL - 1) // PANEL):
+        for start in range(0, inputs, 16):
+            end = min(start + 16, inputs)
+            for column in range(PANEL):
+                row = panel * PANEL + column
+                source = row * inputs
+                place = column
+                if kind == BFLOAT16:
+                    place = column * 2 if column < LANES else (column - LANES) * 2 + 1
+                to = panel * inputs * PANEL + place
+                if kind == FLOAT32:
+                    for k in range(start, end):
+                        int32s(panels)[to + k * PANEL] = int32s(weight)[source + k] if row < rows else np.int32(0)
+                else:
+                    for k in range(start, end):
+                        halves(panels)[to + k * PANEL] = halves(weight)[source + k] if row < rows else np.uint16(0)
+
+
+_I16, _I32, _I64, _POINTER = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.PointerType()
+_VECTOR = ir.VectorType(ir.FloatType(), LANES)
+_ITEMSIZE = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
+
+
+def _ahead(builder: ir.IRBuilder, address: ir.Value, offset: ir.Value | int) -> ir.Value:
+    """An address so many bytes further."""
+    offset = _I64(offset) if isinstance(offset, int) else offset
+    return builder.gep(address, [offset], source_etype=ir.IntType(8))
+
+
+def _load(builder: ir.IRBuilder, address: ir.Value, kind: int) -> list[ir.Value]:
+    """The two vectors of a panel's row."""
+    step = LANES * _ITEMSIZE[kind]
+    if kind == BFLOAT16:
+        words = ir.VectorType(_I32, LANES)
+        pairs = builder.load(address, align=4, typ=words)
+        low = builder.shl(pairs, ir.Constant(words, [16] * LANES))
+        high = builder.and_(pairs, ir.Constant(words, [0xFFFF0000] * LANES))
+        return [builder.bitcast(low, _VECTOR), builder.bitcast(high, _VECTOR)]
+    if kind == FLOAT16:
+        narrow = ir.VectorType(ir.HalfType(), LANES)
+        halves = [builder.load(_ahead(builder, address, i * step), align=2, typ=narrow) for i in (0, 1)]
+        return [builder.fpext(half, _VECTOR) for half in halves]
+    return [builder.load(_ahead(builder, address, i * step), align=4, typ=_VECTOR) for i in (0, 1)]
+
+
+def _spread(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """One float in all lanes."""
+    empty = ir.Constant(_VECTOR, ir.Undefined)
+    one = builder.insert_element(empty, builder.load(address, align=4, typ=ir.FloatType()), _I32(0))
+    return builder.shuffle_vector(one, empty, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES))
+
+
+def _tile_function(module: ir.Module, kind: int, rows: int) -> ir.Function:
+    """Code for so many rows: (x, row stride, chunk stride, panel, K, out, out stride, mode), strides in bytes."""
+    name = f"drumline_tile_{kind}_{rows}"
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(
+        module, ir.FunctionType(ir.VoidType(), [_POINTER, _I64, _I64, _POINTER, _I64, _POINTER, _I64, _I64]), name
+    )
+    function.linkage = "linkonce_odr"
+    function.attributes.add("noinline")
+    function.attributes.add("nounwind")
+    x, x_stride, chunk_stride, panel, inputs, out, out_stride, mode = function.args
+    fmuladd = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+        module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
+    )
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    row_bytes = PANEL * _ITEMSIZE[kind]
+    # An instruction's result is awaited for 4 cycles, in which 8 can start: few rows take turns between several sums.
+    sets = -(-8 // (2 * rows)) if rows < 4 else 1
+    multiples = [_I64(0), x_stride, builder.mul(x_stride, _I64(2)), builder.mul(x_stride, _I64(3))]
+    four = builder.mul(x_stride, _I64(4))
+
+    def places(x: ir.Value) -> list[ir.Value]:
+        """Of rows, by few registers: the next base each four rows."""
+        bases = [x]
+        while 4 * len(bases) < rows:
+            bases.append(_ahead(builder, bases[-1], four))
+        return [_ahead(builder, bases[row // 4], multiples[row % 4]) for row in range(rows)]
+
+    def loop(
+        count: ir.Value, x: ir.Value, panel: ir.Value, sums: list[ir.Value], steps: int, stride: ir.Value
+    ) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
+        before = builder.block
+        body, after = function.append_basic_block("loop"), function.append_basic_block("after")
+        builder.cbranch(builder.icmp_signed(">", count, _I64(0)), body, after)
+        builder.position_at_end(body)
+        start = [count, x, panel, *sums]
+        now = [builder.phi(value.type) for value in start]
+        left, x_now, panel_now, new = now[0], now[1], now[2], now[3:]
+        at = places(x_now)
+        for step in range(steps):
+            weights = _load(builder, _ahead(builder, panel_now, step * row_bytes), kind)
+            base = (step % sets) * rows * 2
+            for row in range(rows):
+                value = _spread(builder, _ahead(builder, at[row], 4 * step))
+                for half in (0, 1):
+                    index = base + row * 2 + half
+                    new[index] = builder.call(fmuladd, [value, weights[half], new[index]])
+        following = [
+            builder.sub(left, _I64(1)),
+            _ahead(builder, x_now, stride),
+            _ahead(builder, panel_now, steps * row_bytes),
+            *new,
+        ]
+        builder.cbranch(builder.icmp_signed(">", following[0], _I64(0)), body, after)
+        for phi, first, later in zip(now, start, following, strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(later, body)
+        builder.position_at_end(after)
+        ends = [builder.phi(value.type) for value in start]
+        for phi, first, later in zip(ends, start, following, strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(later, body)
+        return ends[1], ends[2], ends[3:]
+
+    zero = ir.Constant(_VECTOR, [0.0] * LANES)
+    chunks = builder.ashr(inputs, _I64(2))
+    x, panel, sums = loop(chunks, x, panel, [zero] * (2 * rows * sets), CHUNK, chunk_stride)
+    x, panel, sums = loop(builder.and_(inputs, _I64(3)), x, panel, sums, 1, _I64(4))
+    while len(sums) > 2 * rows:
+        half = len(sums) // 2
+        sums = [builder.fadd(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
+    plain, more = function.append_basic_block("plain"), function.append_basic_block("more")
+    builder.cbranch(builder.icmp_signed("==", mode, _I64(0)), plain, more)
+    for block, adds in ((plain, False), (more, True)):
+        builder.position_at_end(block)
+        to = out
+        for row in range(rows):
+            for half in (0, 1):
+                address = _ahead(builder, to, half * LANES * 4)
+                value = sums[2 * row + half]
+                if adds:
+                    value = builder.fadd(value, builder.load(address, align=4, typ=_VECTOR))
+                builder.store(value, address, align=4)
+            to = _ahead(builder, to, out_stride)
+        builder.ret_void()
+    return function
+
+
+def _tiles(kind: int) -> Any:
+    def tiles(
+        typingctx: Any,
+        rows: Any,
+        x: Any,
+        x_stride: Any,
+        chunk_stride: Any,
+        panel: Any,
+        inputs: Any,
+        out: Any,
+        out_stride: Any,
+        mode: Any,
+    ) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            rows, x, x_stride, chunk_stride, panel, inputs, out, out_stride, mode = args
+            call = [
+                builder.inttoptr(x, _POINTER),
+                builder.mul(x_stride, _I64(4)),
+                builder.mul(chunk_stride, _I64(4)),
+                builder.inttoptr(panel, _POINTER),
+                inputs,
+                builder.inttoptr(out, _POINTER),
+                builder.mul(out_stride, _I64(4)),
+                mode,
+            ]
+            end = builder.append_basic_block("end")
+            switch = builder.switch(rows, end)
+            for count in range(1, TILE + 1):
+                block = builder.append_basic_block(f"rows{count}")
+                switch.add_case(count, block)
+                builder.position_at_end(block)
+                builder.call(_tile_function(builder.module, kind, count), call)
+                builder.branch(end)
+            builder.position_at_end(end)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 9), codegen
+
+    tiles.__name__ = tiles.__qualname__ = f"tiles_{kind}"
+    return intrinsic(tiles)
+
+
+_tiles_32 = _tiles(FLOAT32)
+_tiles_b16 = _tiles(BFLOAT16)
+_tiles_h16 = _tiles(FLOAT16)
+
+
+def _widening(kind: int) -> Any:
+    def widen(typingctx: Any, panel: Any, inputs: Any, to: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            panel, inputs, to = args
+            panel, to = builder.inttoptr(panel, _POINTER), builder.inttoptr(to, _POINTER)
+            with cgutils.for_range(builder, inputs) as loop:
+                row = _load(builder, _ahead(builder, panel, builder.mul(loop.index, _I64(PANEL * 2))), kind)
+                for half, value in enumerate(row):
+                    place = builder.add(builder.mul(loop.index, _I64(PANEL * 4)), _I64(half * LANES * 4))
+                    builder.store(value, _ahead(builder, to, place), align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), codegen
+
+    widen.__name__ = widen.__qualname__ = f"widen_{kind}"
+    return intrinsic(widen)
+
+
+_widen_b16 = _widening(BFLOAT16)
+_widen_h16 = _widening(FLOAT16)
+
+
+@inlined
+def tile(x: int, x_stride: int, rows: int, panel: int, inputs: int, out: int, out_stride: int, mode: int) -> None:
+    """out[r, c] (=, or += in mode 1) the sum over k of x[r, k] * panel[k, c], for all c < PANEL; the panel is float32.
+
+    Any number of rows, with any stride, contiguous in k.
+    """
+    tiles = (rows + TILE - 1) // TILE
+    first = 0
+    for number in range(tiles):
+        count = rows // tiles + (1 if number < rows % tiles else 0)
+        source, to = x + 4 * first * x_stride, out + 4 * first * out_stride
+        _tiles_32(count, source, x_stride, CHUNK, panel, inputs, to, out_stride, mode)
+        first += count
+
+
+def _rows_at_once(inputs: int) -> int:
+    return max(BLOCK_BYTES // (4 * max(inputs, 1)) // TILE, 4) * TILE
+
+
+def scratch_floats(rows: int, inputs: int) -> int:
+    """Floats that :func:`product` may write to in ``scratch``."""
+    padded = -(-inputs // CHUNK) * CHUNK
+    return min(rows, _rows_at_once(inputs)) * padded + inputs * PANEL + TILE * PANEL + 32
+
+
+_at_once = inlined(_rows_at_once)
+
+
+@inlined
+def _pack(x: int, x_stride: int, rows: int, inputs: int, to: int) -> None:
+    """Rows of a tile as chunks [ceil(K / CHUNK), rows, CHUNK]: a tile reads one stream."""
+    whole = inputs // CHUNK
+    for row in range(rows):
+        source = floats(x + 4 * row * x_stride)
+        place = floats(to + 4 * row * CHUNK)
+        for chunk in range(whole):
+            a, b = source[chunk * CHUNK], source[chunk * CHUNK + 1]
+            c, d = source[chunk * CHUNK + 2], source[chunk * CHUNK + 3]
+            at = chunk * CHUNK * rows
+            place[at], place[at + 1], place[at + 2], place[at + 3] = a, b, c, d
+        for k in range(whole * CHUNK, inputs):
+            place[whole * CHUNK * rows + k - whole * CHUNK] = source[k]
+
+
+@inlined
+def product(
+    x: int,
+    x_stride: int,
+    rows: int,
+    panels: int,
+    kind: int,
+    features: int,
+    inputs: int,
+    out: int,
+    out_stride: int,
+    mode: int,
+    scratch: int,
+) -> None:
+    """out[r, n] (=, or += in mode 1) the sum over k of x[r, k] * w[n, k]; ``scratch``: :func:`scratch_floats`."""
+    size = PANEL * inputs * (4 if kind == FLOAT32 else 2)
+    padded = (inputs + CHUNK - 1) // CHUNK * CHUNK
+    at_once = _at_once(inputs)
+    packed = scratch
+    widened = packed + (4 * min(rows, at_once) * padded + 63) // 64 * 64
+    rest = widened + 4 * inputs * PANEL
+    for start in range(0, rows, at_once):
+        count = min(rows - start, at_once)
+        source = x + 4 * start * x_stride
+        tiles = (count + TILE - 1) // TILE
+        each, more = count // tiles, count % tiles
+        row_stride, packs = x_stride, count > 2
+        if packs:
+            row_stride = CHUNK
+            first = 0
+            for number in range(tiles):
+                height = each + (1 if number < more else 0)
+                _pack(source + 4 * first * x_stride, x_stride, height, inputs, packed + 4 * first * padded)
+                first += height
+            source = packed
+        widens = kind != FLOAT32 and count >= WIDEN_ROWS
+        for column in range(0, features, PANEL):
+            panel = panels + column // PANEL * size
+            partial = column + PANEL > features
+            if widens:
+                if kind == BFLOAT16:
+                    _widen_b16(panel, inputs, widened)
+                else:
+                    _widen_h16(panel, inputs, widened)
+                panel = widened
+            first = 0
+            for number in range(tiles):
+                height = each + (1 if number < more else 0)
+                chunk_stride = CHUNK * height if packs else CHUNK
+                place = source + 4 * first * padded
+                to = out + 4 * ((start + first) * out_stride + column)
+                to_stride, adds = out_stride, mode
+                if partial:
+                    to, to_stride, adds = rest, PANEL, 0
+                if kind == FLOAT32 or widens:
+                    _tiles_32(height, place, row_stride, chunk_stride, panel, inputs, to, to_stride, adds)
+                elif kind == BFLOAT16:
+                    _tiles_b16(height, place, row_stride, chunk_stride, panel, inputs, to, to_stride, adds)
+                else:
+                    _tiles_h16(height, place, row_stride, chunk_stride, panel, inputs, to, to_stride, adds)
+                if partial:
+                    for row in range(height):
+                        target = floats(out + 4 * ((start + first + row) * out_stride + column))
+                        for c in range(features - column):
+                            value = floats(rest)[row * PANEL + c]
+                            target[c] = target[c] + value if mode == 1 else value
+                first += height
+
+
+@kernel
+def product_once(
+    x: int,
+    x_stride: int,
+    rows: int,
+    panels: int,
+    kind: int,
+    features: int,
+    inputs: int,
+    out: int,
+    out_stride: int,
+    mode: int,
+    scratch: int,
+) -> None:
+    """:func:`product`, for tests and benchmarks."""
+    product(x, x_stride, rows, panels, kind, features, inputs, out, out_stride, mode, scratch)
