@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drumline.model.kernels.attention import attend, scratch_floats
-from drumline.model.kernels.jit import kernel
+from drumline.model.kernels.jit import FASTMATH
 
 
-@kernel
+@numba.njit(fastmath=FASTMATH, error_model="numpy")
 def run(
     q, q_stride, num_rows, first, count, computed, tables, table_stride, keys, values, block, kv_heads, group, dim,
     scaling, window, softcap, out, out_stride, scratch,

@@ -6,79 +6,375 @@ Keys and values stay where they are: [blocks, Hkv, block, D], the layout of ``at
 from __future__ import annotations
 
 import math
+from typing import Any
 
+from llvmlite import ir
+from numba.core import types
+
+from drumline.model.kernels import vectors
 from drumline.model.kernels.jit import floats, inlined, int32s, int64s
+from drumline.model.kernels.vectors import WIDTH, instructions, integer, load, loop, pointer, store
 
 PIECE = 256
 """Keys whose scores are held at once."""
 
+_SCORES = PIECE + WIDTH
+"""Floats between the scores of two heads: not a power of two, and dots() writes whole vectors."""
+
+_INT, _FLOAT, _VOID = types.int64, types.float32, types.void
+
 
 def scratch_floats(kv_heads: int, group: int, dim: int) -> int:
     """Scratch that :func:`attend` needs, whatever the rows are, in floats."""
-    return kv_heads * group * (PIECE + dim + 2)
+    padded = -(-dim // WIDTH) * WIDTH
+    return kv_heads * group * (_SCORES + 2 * padded + 2)
+
+
+@instructions(_VOID, *[_INT] * 6)
+def _dots(builder: ir.IRBuilder, query: Any, keys: Any, dim: Any, last: Any, ahead: Any, out: Any) -> None:
+    """out[j] = query . keys[j] for 16 keys, whose places after ``last`` are not looked at (out is filled all the same).
+
+    The query is padded with zeros. A step of the loop is 16 sums over 16 dimensions each. The same places behind
+    ``ahead`` are prefetched.
+    """
+
+    def emit(keys_at: Any, prefetched: bool) -> None:
+        def step(at: Any, totals: Any, mask: Any = None) -> list[Any]:
+            part = load(builder, pointer(builder, query, at))
+            new = []
+            for j, total in enumerate(totals):
+                place = builder.add(keys_at(j), at)
+                if prefetched:
+                    vectors.prefetch(builder, pointer(builder, ahead, place))
+                new.append(vectors.fma(builder, load(builder, pointer(builder, keys, place), mask), part, total))
+            return new
+
+        whole = builder.and_(dim, integer(-WIDTH))
+        totals = loop(builder, integer(0), whole, integer(WIDTH), [vectors.splat(0.0)] * WIDTH, step)
+        rest = builder.sub(dim, whole)
+        partly = builder.icmp_signed(">", rest, integer(0))
+        before = builder.block
+        with builder.if_then(partly, likely=False):
+            tail = step(whole, totals, vectors.below(builder, rest))
+            inside = builder.block
+        merged = []
+        for total, other in zip(totals, tail, strict=True):
+            phi = builder.phi(vectors.VECTOR)
+            phi.add_incoming(total, before)
+            phi.add_incoming(other, inside)
+            merged.append(phi)
+        store(builder, vectors.sums(builder, merged), pointer(builder, out, integer(0)))
+
+    strides = [builder.mul(dim, integer(j)) for j in range(4)]
+    fours = [builder.mul(dim, integer(4 * j)) for j in range(4)]
+
+    def any_key(j: int) -> Any:
+        j = integer(j)
+        return builder.mul(dim, builder.select(builder.icmp_signed("<", j, last), j, last))
+
+    with builder.if_else(builder.icmp_signed(">=", last, integer(WIDTH - 1))) as (then, otherwise):
+        with then:
+            whole = builder.icmp_signed("!=", ahead, integer(0))
+            with builder.if_else(whole) as (fetching, plain):
+                with fetching:
+                    emit(lambda j: builder.add(fours[j // 4], strides[j % 4]), True)
+                with plain:
+                    emit(lambda j: builder.add(fours[j // 4], strides[j % 4]), False)
+        with otherwise:
+            emit(any_key, False)
+
+
+def _values_tile(queries: int, chunks: int, masked: bool) -> Any:
+    """out[g] += the sum over j of weights[g, j] * values[j], for so many queries and vectors of a value."""
+    unrolled = max(1, 8 // (queries * chunks))
+
+    def tile(
+        builder: ir.IRBuilder, values: Any, dim: Any, rest: Any, weights: Any, count: Any, out: Any, padded: Any
+    ) -> None:
+        mask = vectors.below(builder, rest) if masked else None
+
+        def step(steps: int) -> Any:
+            def body(j: Any, totals: Any) -> list[Any]:
+                totals = list(totals)
+                for u in range(steps):
+                    at = builder.add(j, integer(u))
+                    place = builder.mul(at, dim)
+                    parts = [
+                        load(builder, pointer(builder, values, builder.add(place, integer(WIDTH * c))), mask)
+                        for c in range(chunks)
+                    ]
+                    for g in range(queries):
+                        where = builder.add(at, integer(g * _SCORES))
+                        weight = builder.load(pointer(builder, weights, where), typ=vectors.FLOAT)
+                        weight = vectors.spread(builder, weight)
+                        for c in range(chunks):
+                            n = (u * queries + g) * chunks + c
+                            totals[n] = vectors.fma(builder, weight, parts[c], totals[n])
+                return totals
+
+            return body
+
+        places = [
+            pointer(builder, out, builder.add(builder.mul(padded, integer(g)), integer(WIDTH * c)))
+            for g in range(queries)
+            for c in range(chunks)
+        ]
+        size = len(places)
+        totals = [load(builder, place) for place in places] + [vectors.splat(0.0)] * (size * (unrolled - 1))
+        even = builder.and_(count, integer(-unrolled))
+        totals = loop(builder, integer(0), even, integer(unrolled), totals, step(unrolled))
+        if unrolled > 1:
+            totals = loop(builder, even, count, integer(1), totals, step(1))
+        for n, place in enumerate(places):
+            parts = totals[n::size]
+            while len(parts) > 1:
+                parts = [builder.fadd(a, b) for a, b in zip(parts[::2], parts[1::2], strict=True)] + parts[
+                    len(parts) & ~1 :
+                ]
+            store(builder, parts[0], place)
+
+    return tile
+
+
+@instructions(_VOID, *[_INT] * 8)
+def _weighted(
+    builder: ir.IRBuilder,
+    values: Any,
+    dim: Any,
+    padded: Any,
+    weights: Any,
+    count: Any,
+    out: Any,
+    queries: Any,
+    _unused: Any,
+) -> None:
+    """out[g, d] += the sum over j < count of weights[g, j] * values[j, d] for so many queries, d < dim."""
+
+    def chunk(at: Any, chunks: int, masked: bool) -> None:
+        rest = builder.sub(dim, at)
+        part = pointer(builder, values, at)
+        part = builder.ptrtoint(part, vectors.INT)
+
+        def emit(g: Any, number: int) -> None:
+            w = builder.ptrtoint(pointer(builder, weights, builder.mul(g, integer(_SCORES))), vectors.INT)
+            o = builder.ptrtoint(pointer(builder, out, builder.add(builder.mul(g, padded), at)), vectors.INT)
+            _values_tile(number, chunks, masked)(builder, part, dim, rest, w, count, o, padded)
+
+        most = 4
+        fours = builder.and_(queries, integer(-most))
+
+        def body(g: Any, state: Any) -> list[Any]:
+            emit(g, most)
+            return []
+
+        loop(builder, integer(0), fours, integer(most), [], body)
+        left = builder.sub(queries, fours)
+        for number in range(1, most):
+            with builder.if_then(builder.icmp_signed("==", left, integer(number))):
+                emit(fours, number)
+
+    at = integer(0)
+    for chunks in (4, 2, 1):
+        end = builder.add(at, builder.and_(builder.sub(dim, at), integer(-chunks * WIDTH)))
+
+        def body(at: Any, state: Any, chunks: int = chunks) -> list[Any]:
+            chunk(at, chunks, False)
+            return []
+
+        loop(builder, at, end, integer(chunks * WIDTH), [], body)
+        at = end
+    with builder.if_then(builder.icmp_signed("<", at, dim)):
+        chunk(at, 1, True)
+
+
+@instructions(_FLOAT, _INT, _INT)
+def _largest(builder: ir.IRBuilder, scores: Any, count: Any) -> Any:
+    """Of so many scores, a multiple of 16."""
+
+    def step(at: Any, state: Any) -> list[Any]:
+        found = load(builder, pointer(builder, scores, at))
+        return [builder.select(builder.fcmp_ordered(">", found, state[0]), found, state[0])]
+
+    (best,) = loop(builder, integer(0), count, integer(WIDTH), [vectors.splat(-math.inf)], step)
+    return vectors.call(builder, "llvm.vector.reduce.fmax.v16f32", vectors.FLOAT, [best])
+
+
+@instructions(_FLOAT, _INT, _INT, _FLOAT)
+def _weigh(builder: ir.IRBuilder, scores: Any, count: Any, largest: Any) -> Any:
+    """Scores to e^(score - largest), their sum; so many, a multiple of 16."""
+    largest = vectors.spread(builder, largest)
+
+    def step(at: Any, state: Any) -> list[Any]:
+        place = pointer(builder, scores, at)
+        weights = vectors.exp(builder, builder.fsub(load(builder, place), largest))
+        store(builder, weights, place)
+        return [builder.fadd(state[0], weights)]
+
+    (total,) = loop(builder, integer(0), count, integer(WIDTH), [vectors.splat(0.0)], step)
+    return vectors.call(
+        builder, "llvm.vector.reduce.fadd.v16f32", vectors.FLOAT, [ir.Constant(vectors.FLOAT, 0.0), total]
+    )
+
+
+@instructions(_VOID, _INT, _INT, _FLOAT)
+def _cap(builder: ir.IRBuilder, scores: Any, count: Any, cap: Any) -> None:
+    """Scores to tanh(score / cap) * cap; so many, a multiple of 16."""
+    cap = vectors.spread(builder, cap)
+
+    def step(at: Any, state: Any) -> list[Any]:
+        place = pointer(builder, scores, at)
+        capped = vectors.tanh(builder, builder.fdiv(load(builder, place), cap))
+        store(builder, builder.fmul(capped, cap), place)
+        return []
+
+    loop(builder, integer(0), count, integer(WIDTH), [], step)
+
+
+@instructions(_FLOAT, _FLOAT)
+def _exp(builder: ir.IRBuilder, x: Any) -> Any:
+    """e to the power of x, as :func:`_weigh` has it."""
+    return builder.extract_element(vectors.exp(builder, vectors.spread(builder, x)), ir.Constant(ir.IntType(32), 0))
+
+
+@inlined
+def _decode(
+    query: int,
+    table: int,
+    begin: int,
+    end: int,
+    keys: int,
+    values: int,
+    block: int,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    scaling: float,
+    softcap: float,
+    out: int,
+    scratch: int,
+) -> None:
+    """One query of each head over the keys from ``begin`` to ``end``, where they are: blocks in turn, then heads."""
+    heads = kv_heads * group
+    padded = (dim + WIDTH - 1) // WIDTH * WIDTH
+    blocks, head_size, block_size = int32s(table), 4 * block * dim, 4 * kv_heads * block * dim
+    scaled, sums = scratch, scratch + 4 * heads * padded
+    scores = sums + 4 * heads * padded
+    largest, totals = floats(scores + 4 * heads * _SCORES), floats(scores + 4 * heads * (_SCORES + 1))
+    for head in range(heads):
+        source, to, total = (
+            floats(query + 4 * head * dim),
+            floats(scaled + 4 * head * padded),
+            floats(sums + 4 * head * padded),
+        )
+        for d in range(dim):
+            to[d] = source[d] * scaling
+        for d in range(dim, padded):
+            to[d] = 0
+        for d in range(padded):
+            total[d] = 0
+        largest[head], totals[head] = -math.inf, 0
+    for low in range(begin, end, PIECE):
+        high = min(low + PIECE, end)
+        nth, inside, at = low // block, low % block, low
+        while at < high:
+            size = min(block - inside, high - at, WIDTH)
+            there = keys + blocks[nth] * block_size + 4 * inside * dim
+            ahead = 0
+            if at + size < high:
+                ahead = there + 4 * size * dim
+                if inside + size == block:
+                    ahead = keys + blocks[nth + 1] * block_size
+            for head in range(kv_heads):
+                for member in range(head * group, (head + 1) * group):
+                    place = scores + 4 * (member * _SCORES + at - low)
+                    _dots(scaled + 4 * member * padded, there, dim, size - 1, ahead, place)
+                    ahead = 0
+                there += head_size
+                ahead = 0
+            at += size
+            inside += size
+            if inside == block:
+                nth, inside = nth + 1, 0
+        count = (high - low + WIDTH - 1) // WIDTH * WIDTH
+        for head in range(heads):
+            mine = scores + 4 * head * _SCORES
+            if softcap > 0:
+                _cap(mine, count, softcap)
+            for place in range(high - low, count):
+                floats(mine)[place] = -math.inf
+            before = largest[head]
+            best = max(before, _largest(mine, count))
+            largest[head] = best
+            total = _weigh(mine, count, best)
+            if low > begin and best > before:
+                scale = _exp(before - best)
+                total += totals[head] * scale
+                mine_sums = floats(sums + 4 * head * padded)
+                for d in range(padded):
+                    mine_sums[d] *= scale
+            else:
+                total += totals[head]
+            totals[head] = total
+        nth, inside, at = low // block, low % block, low
+        while at < high:
+            size = min(block - inside, high - at)
+            there = values + blocks[nth] * block_size + 4 * inside * dim
+            for head in range(kv_heads):
+                first = head * group
+                weights = scores + 4 * (first * _SCORES + at - low)
+                _weighted(there, dim, padded, weights, size, sums + 4 * first * padded, group, 0)
+                there += head_size
+            at, inside, nth = at + size, 0, nth + 1
+    for head in range(heads):
+        result, total = floats(out + 4 * head * dim), floats(sums + 4 * head * padded)
+        scale = 1 / totals[head]
+        for d in range(dim):
+            result[d] = total[d] * scale
 
 
 @inlined
 def attend(
-    q,
-    q_stride,
-    num_rows,
-    first,
-    count,
-    computed,
-    tables,
-    table_stride,
-    keys,
-    values,
-    block,
-    kv_heads,
-    group,
-    dim,
-    scaling,
-    window,
-    softcap,
-    out,
-    out_stride,
-    scratch,
-):
+    q: int,
+    q_stride: int,
+    num_rows: int,
+    first: int,
+    count: int,
+    computed: int,
+    tables: int,
+    table_stride: int,
+    keys: int,
+    values: int,
+    block: int,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+    out: int,
+    out_stride: int,
+    scratch: int,
+) -> None:
     """Query i of row b sees its keys up to ``computed[b] + i``, the last ``window`` of them if that is not 0."""
-    scores = floats(scratch)
     for row in range(num_rows):
         start, context = int64s(first)[row], int64s(computed)[row]
-        table = int32s(tables + 4 * row * table_stride)
+        table = tables + 4 * row * table_stride
         for i in range(int64s(count)[row]):
             end = context + i + 1
             begin = max(end - window, 0) if window > 0 else 0
-            for head in range(kv_heads * group):
-                query = floats(q + 4 * ((start + i) * q_stride + head * dim))
-                result = floats(out + 4 * ((start + i) * out_stride + head * dim))
-                for d in range(dim):
-                    result[d] = 0
-                largest, total = -math.inf, 0.0
-                for low in range(begin, end, PIECE):
-                    high = min(low + PIECE, end)
-                    before = largest
-                    for place in range(low, high):
-                        at = (table[place // block] * kv_heads + head // group) * block
-                        key = floats(keys + 4 * (at + place % block) * dim)
-                        dot = 0.0
-                        for d in range(dim):
-                            dot += query[d] * key[d]
-                        dot *= scaling
-                        if softcap > 0:
-                            dot = math.tanh(dot / softcap) * softcap
-                        scores[place - low] = dot
-                        largest = max(largest, dot)
-                    scale = math.exp(before - largest)
-                    total *= scale
-                    for d in range(dim):
-                        result[d] *= scale
-                    for place in range(low, high):
-                        weight = math.exp(scores[place - low] - largest)
-                        total += weight
-                        at = (table[place // block] * kv_heads + head // group) * block
-                        value = floats(values + 4 * (at + place % block) * dim)
-                        for d in range(dim):
-                            result[d] += weight * value[d]
-                for d in range(dim):
-                    result[d] /= total
+            _decode(
+                q + 4 * (start + i) * q_stride,
+                table,
+                begin,
+                end,
+                keys,
+                values,
+                block,
+                kv_heads,
+                group,
+                dim,
+                scaling,
+                softcap,
+                out + 4 * (start + i) * out_stride,
+                scratch,
+            )
