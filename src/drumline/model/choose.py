@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
+
 from drumline.model import flat
+from drumline.model.compiled import CompiledForward
 from drumline.model.forward import Forward, ModuleForward
 from drumline.model.lean import LeanForward
 
@@ -19,4 +22,7 @@ def make_forward(model: Any, max_model_len: int) -> Forward:
             "Models of type %s run on the modules of transformers: no fast forward knows them", model.config.model_type
         )
         return ModuleForward(model)
+    weight = next(model.base_model.layers[0].parameters())
+    if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.get_num_threads() == 1:
+        return CompiledForward(model, max_model_len)
     return LeanForward(model, max_model_len)

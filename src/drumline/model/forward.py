@@ -17,6 +17,9 @@ from drumline.model.slices import slice_of
 class Forward(Protocol):
     """Computes one step of this rank's part of the model."""
 
+    gathers: bool
+    """Its attention gathers blocks: on CPUs copies of decoding rows in one piece (``model.rows``) make it faster."""
+
     def __call__(
         self, ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, keep: torch.Tensor
     ) -> torch.Tensor:
@@ -30,6 +33,8 @@ class Forward(Protocol):
 
 class ModuleForward:
     """Runs a model of transformers, whole or a stage of it (``slices``)."""
+
+    gathers = True
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -60,6 +60,8 @@ class _Layer:
 class LeanForward:
     """Runs a loaded model (``loader.load_model``), whole or a stage. Takes its parameters over."""
 
+    gathers = True
+
     def __init__(self, model: Any, max_model_len: int) -> None:
         weight = next(model.base_model.layers[0].parameters())
         self._complex = weight.device.type == "cpu" and weight.dtype == torch.float32

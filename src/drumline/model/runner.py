@@ -12,6 +12,9 @@ One step::
 On a pipeline stage (``pipeline``) hidden states of the stage before take the place of ids, and on all but the last one
 the forward's hidden states are passed on, nothing is sampled, and slots get placeholders of the tokens.
 
+A step whose rows are those of the step before, each with the token that was sampled then, takes a shorter way to the
+same (``model.steady``).
+
 With ``defer_sampling`` the logits wait until ``sample`` names the step. A slot that was freed meanwhile gets no token.
 """
 
@@ -25,11 +28,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from drumline.model.attention import KVCache, dummy_batch, make_batch
+from drumline.model.attention import AttentionBatch, KVCache, dummy_batch, make_batch
 from drumline.model.forward import Forward
 from drumline.model.pipeline import Stage
 from drumline.model.sampling import Sampler, SamplingRows
 from drumline.model.slots import Ints, PromptRows, SlotTable
+from drumline.model.steady import SteadyRows
 from drumline.plan.step import BY_VALUE, PromptLogprobs, StepOutput, StepPlan, ints, pack
 
 
@@ -47,6 +51,8 @@ class _Unsampled:
     """Tokens of prompts whose log-probabilities are asked for: their logits follow those of the rows that sample."""
     seconds: float = 0.0
     """Of the forward."""
+    decodes: bool = False
+    """Each row had one token, and samples."""
 
 
 class ModelRunner:
@@ -74,14 +80,20 @@ class ModelRunner:
         self._dtype = dtype
         self._unsampled: dict[int, _Unsampled] = {}
         self._cache: KVCache | None = None
+        self._last_slots = b""
+        """Of the last step, if each of its rows had one token and sampled."""
+        self._steady: SteadyRows | None = None
+        """Rows of the last two steps, if they had the same."""
         self.slots = SlotTable(1, 1, 1)
 
     def set_cache(self, cache: KVCache) -> None:
         """Take a KV cache into use; all slots are empty then."""
         self._cache = cache
-        cache.keep_copies(self._max_num_seqs, self._max_model_len)
+        if self.forward.gathers:
+            cache.keep_copies(self._max_num_seqs, self._max_model_len)
         self._unsampled.clear()
         self._stage.forget()
+        self._last_slots, self._steady = b"", None
         self.slots = SlotTable(
             self._max_model_len,
             cache.block_size,
@@ -93,11 +105,22 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepOutput | None:
         """Run one step; None if its sampling is deferred, or another stage's."""
+        steady, self._steady = self._steady, None
+        if steady is not None and steady.follow(plan):
+            output = self._go_on(plan, steady)
+            self._steady = steady
+            return output
+        last_slots, self._last_slots = self._last_slots, b""
         unsampled = self._forward(plan)
         if plan.defer_sampling:
             self._unsampled[plan.step] = unsampled
             return None
-        return self._sample(plan.step, unsampled)
+        result = self._sample(plan.step, unsampled)
+        if self._stage.alone and unsampled.decodes:
+            self._last_slots = plan.slots
+            if plan.slots == last_slots:
+                self._steady = SteadyRows(plan, unsampled.slots, self.slots, self._block_size)
+        return result
 
     @torch.inference_mode()
     def sample(self, step: int) -> StepOutput | None:
@@ -133,12 +156,13 @@ class ModelRunner:
         chosen = np.flatnonzero(ints(plan.sample))
         sampled = slots[chosen]
         prompt = state.prompt_rows(slots, count, computed)
-        logits, seconds = torch.empty((0, 0)), 0.0
+        logits, seconds, decodes = torch.empty((0, 0)), 0.0, False
         if len(slots):
-            if len(fresh):
-                self._cache.clear(self._tensor(fresh))
+            self._clear(fresh)
             starts = np.cumsum(count) - count
-            if len(slots) == int(starts[-1]) + 1 == int(starts[-1] + count[-1]):  # one token each
+            single = len(slots) == int(starts[-1]) + 1 == int(starts[-1] + count[-1])
+            decodes = single and len(chosen) == len(slots) and prompt is None
+            if single:
                 ids, positions = state.tokens[slots, computed], computed
             else:
                 rows = np.repeat(np.arange(len(slots)), count)
@@ -146,10 +170,7 @@ class ModelRunner:
                 ids = state.tokens[slots[rows], positions]
             width = -(-int((computed + count).max()) // self._cache.block_size)
             tables = state.tables[slots, :width]
-            continues = ints(plan.token_source) != BY_VALUE
-            batch = make_batch(
-                self._cache, tables, computed, count, self._device, decoding=(slots, state.life, continues)
-            )
+            batch = self._batch(tables, computed, count, slots, ints(plan.token_source) != BY_VALUE)
             keep = (starts + count - 1)[chosen]
             last = self._tensor(keep if prompt is None else np.concatenate([keep, prompt.places]))
             inputs = self._stage.receive(self._tensor(ids))
@@ -160,7 +181,42 @@ class ModelRunner:
                 logits = computed_here
             else:
                 self._stage.pass_on(computed_here)
-        return _Unsampled(logits, sampled, state.life[sampled], state.sampling_rows(sampled), prompt, seconds)
+        return _Unsampled(logits, sampled, state.life[sampled], state.sampling_rows(sampled), prompt, seconds, decodes)
+
+    def _go_on(self, plan: StepPlan, rows: SteadyRows) -> StepOutput:
+        """Run a step that follows the one before."""
+        if plan.blocks:
+            self._clear(self._append_blocks(plan, rows.slots, rows.computed))
+            rows.set_tables()
+            if not rows.room:
+                self._check_rows(plan, rows.slots, rows.counts, rows.computed)
+        batch = self._batch(rows.tables, rows.computed, rows.counts, rows.slots, rows.continues)
+        ids, positions, every = rows.ids, rows.positions, rows.every
+        if self._device.type != "cpu":
+            ids, positions, every = (tensor.to(self._device) for tensor in (ids, positions, every))
+        began = perf_counter()
+        logits = self.forward(ids, positions, batch, every)
+        computed = perf_counter()
+        tokens, logprobs = self._sampler.sample(logits, rows.sampling or self.slots.sampling_rows(rows.slots))
+        rows.take(tokens, plan.step)
+        output = StepOutput(plan.step, plan.slots, pack(tokens), logprobs)
+        output.forward_s, output.sample_s = computed - began, perf_counter() - computed
+        return output
+
+    def _batch(
+        self, tables: Ints, computed: Ints, count: Ints, slots: Ints, continues: npt.NDArray[np.bool_]
+    ) -> AttentionBatch:
+        """The attention side of a step; see ``attention.make_batch``."""
+        assert self._cache is not None
+        if not self.forward.gathers:  # it finds its way by itself
+            return AttentionBatch(self._cache, tables, computed, count, self._dtype, self._device)
+        decoding = slots, self.slots.life, continues
+        return make_batch(self._cache, tables, computed, count, self._device, decoding=decoding)
+
+    def _clear(self, blocks: Ints) -> None:
+        """New blocks hold nothing yet."""
+        if len(blocks) and self._cache is not None:
+            self._cache.clear(self._tensor(blocks))
 
     def _append_blocks(self, plan: StepPlan, slots: Ints, computed: Ints) -> Ints:
         """Extend block tables; the ids of new blocks that hold nothing yet (a prefix hit's hold something)."""

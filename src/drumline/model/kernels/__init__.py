@@ -1,0 +1,1 @@
+"""Compiled kernels of the forward on CPUs: numba functions over addresses. See ``jit``."""

@@ -1,0 +1,339 @@
+"""A forward as a program: instructions of a few numbers each, and one compiled function that runs them.
+
+A step calls :func:`run` once; it comes back at the end, or at a ``CALL``, where Python has something to do that is not
+compiled (a collective), and is called again behind it. So a step on one rank is one call without the interpreter's
+lock, whatever the model is made of; what a model is made of is decided once, by ``model.compiled``.
+
+An instruction is a row of ``WIDTH`` int64: operation, rows it is for (``Rows``), operands; and a row of two float64.
+Operands that are buffers are numbers of registers, which hold addresses; weights are addresses. Layouts are in
+:class:`Op`. Rejected: one compiled function for each architecture (seconds of compiling for each), and one call for
+each operation (8 calls a layer; 0.3 us each while hot, but 3 to 5 between the weights of two layers).
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from drumline.model.kernels.attention import attend
+from drumline.model.kernels.jit import floats, halves, inlined, int32s, int64s, kernel
+from drumline.model.kernels.numbers import exp, float_of_bfloat16, float_of_float16
+from drumline.model.kernels.products import product
+
+Longs = npt.NDArray[np.int64]
+Doubles = npt.NDArray[np.float64]
+
+WIDTH = 14
+"""Numbers of an instruction."""
+
+
+class Rows(IntEnum):
+    """How many rows an instruction works on."""
+
+    TOKENS = 0
+    """All of the step."""
+    KEPT = 1
+    """Those whose logits are wanted."""
+
+
+class Op(IntEnum):
+    """Operations. Operands from number 2 on; ``f0``, ``f1`` are the float operands."""
+
+    END = 0
+    CALL = 1
+    """Which call."""
+    EMBED = 2
+    """to, width, table, kind, first id, ids. Ids outside of the table's give zeros."""
+    SCALE = 3
+    """of, width; f0."""
+    RMS_NORM = 4
+    """from, its stride, offset, to, its stride, offset, weight, heads, width; f0: epsilon. ``weight`` [heads, width]."""
+    LAYER_NORM = 5
+    """from, to, weight, bias, width; f0: epsilon. 0: no weight or bias."""
+    PRODUCT = 6
+    """from, its stride, to, its stride, panels, kind, features, inputs, mode."""
+    BIAS = 7
+    """of, stride, bias, width."""
+    ADD = 8
+    """to, from, width."""
+    ROTATE = 9
+    """of, stride, heads, dim, table, rotated."""
+    WRITE = 10
+    """from, stride, offset of keys, KV heads, dim, layer."""
+    ATTEND = 11
+    """queries, stride, KV heads, group, dim, layer, to, its stride, window; f0: scaling, f1: soft cap (0: none)."""
+    SILU = 12
+    """of, stride, width, gated. Gated: the second ``width`` numbers times that of the first, else alone."""
+    GELU_TANH = 13
+    """As SILU."""
+    GELU = 14
+    """As SILU."""
+    PICK = 15
+    """from, to, width: the kept rows."""
+    SOFTCAP = 16
+    """of, width; f0."""
+
+
+class Reg(IntEnum):
+    """Registers. Buffers are [rows, width], addresses of float32."""
+
+    TOKENS = 0
+    KEPT = 1
+    BATCH = 2
+    """Number of requests' rows."""
+    IDS = 3
+    POSITIONS = 4
+    KEEP = 5
+    FIRST = 6
+    COUNT = 7
+    COMPUTED = 8
+    TABLES = 9
+    TABLE_STRIDE = 10
+    BLOCK = 11
+    SCRATCH = 12
+    X = 13
+    """Hidden states."""
+    H = 14
+    """What a norm gives."""
+    QKV = 15
+    ATTENDED = 16
+    UP = 17
+    DELTA = 18
+    """What is added to the hidden states, where more happens to it first."""
+    PICKED = 19
+    LOGITS = 20
+    CACHE = 21
+    """From here on: keys and values of each layer."""
+
+
+_END, _CALL, _EMBED, _SCALE, _RMS, _LAYER = (int(op) for op in list(Op)[:6])
+_PRODUCT, _BIAS, _ADD, _ROTATE, _WRITE, _ATTEND = (int(op) for op in list(Op)[6:12])
+_SILU, _GELU_TANH, _GELU, _PICK, _SOFTCAP = (int(op) for op in list(Op)[12:])
+_TOKENS, _KEPT, _BATCH, _IDS, _POSITIONS, _KEEP = (int(reg) for reg in list(Reg)[:6])
+_FIRST, _COUNT, _COMPUTED, _TABLES, _TABLE_STRIDE, _BLOCK = (int(reg) for reg in list(Reg)[6:12])
+_SCRATCH, _CACHE = int(Reg.SCRATCH), int(Reg.CACHE)
+
+
+@inlined
+def _embed(ids: int, rows: int, to: int, width: int, table: int, kind: int, first_id: int, num_ids: int) -> None:
+    for row in range(rows):
+        number = int64s(ids)[row] - first_id
+        out = floats(to + 4 * row * width)
+        if number < 0 or number >= num_ids:
+            for i in range(width):
+                out[i] = np.float32(0)
+        elif kind == 0:
+            source = floats(table + 4 * number * width)
+            for i in range(width):
+                out[i] = source[i]
+        elif kind == 1:
+            half = halves(table + 2 * number * width)
+            for i in range(width):
+                out[i] = float_of_bfloat16(half[i])
+        else:
+            half = halves(table + 2 * number * width)
+            for i in range(width):
+                out[i] = float_of_float16(half[i])
+
+
+@inlined
+def _rms_norm(source: int, source_stride: int, to: int, to_stride: int, weight: int, heads: int, width: int, eps: float, rows: int) -> None:
+    factors = floats(weight)
+    for row in range(rows):
+        for head in range(heads):
+            a = floats(source + 4 * (row * source_stride + head * width))
+            out = floats(to + 4 * (row * to_stride + head * width))
+            squares = np.float32(0)
+            for i in range(width):
+                squares += a[i] * a[i]
+            scale = np.float32(1) / np.sqrt(squares / np.float32(width) + np.float32(eps))
+            base = head * width
+            for i in range(width):
+                out[i] = a[i] * scale * factors[base + i]
+
+
+@inlined
+def _layer_norm(source: int, to: int, weight: int, bias: int, width: int, eps: float, rows: int) -> None:
+    for row in range(rows):
+        a, out = floats(source + 4 * row * width), floats(to + 4 * row * width)
+        total = np.float32(0)
+        for i in range(width):
+            total += a[i]
+        mean = total / np.float32(width)
+        squares = np.float32(0)
+        for i in range(width):
+            squares += (a[i] - mean) * (a[i] - mean)
+        scale = np.float32(1) / np.sqrt(squares / np.float32(width) + np.float32(eps))
+        for i in range(width):
+            out[i] = (a[i] - mean) * scale
+        if weight != 0:
+            factors = floats(weight)
+            for i in range(width):
+                out[i] = out[i] * factors[i]
+        if bias != 0:
+            terms = floats(bias)
+            for i in range(width):
+                out[i] = out[i] + terms[i]
+
+
+@inlined
+def _rotate(of: int, stride: int, heads: int, dim: int, table: int, rotated: int, positions: int, rows: int) -> None:
+    half = rotated // 2
+    for row in range(rows):
+        cosines = floats(table + 8 * int64s(positions)[row] * rotated)
+        sines = floats(table + 8 * int64s(positions)[row] * rotated + 4 * rotated)
+        for head in range(heads):
+            first = floats(of + 4 * (row * stride + head * dim))
+            second = floats(of + 4 * (row * stride + head * dim + half))
+            for i in range(half):
+                a, b = first[i], second[i]
+                first[i] = a * cosines[i] - b * sines[i]
+                second[i] = b * cosines[i] + a * sines[i]
+
+
+@inlined
+def _write(source: int, stride: int, offset: int, kv_heads: int, dim: int, keys: int, values: int, regs: Longs) -> None:
+    block = regs[_BLOCK]
+    for row in range(regs[_BATCH]):
+        table = int32s(regs[_TABLES] + 4 * row * regs[_TABLE_STRIDE])
+        start, context = int64s(regs[_FIRST])[row], int64s(regs[_COMPUTED])[row]
+        for i in range(int64s(regs[_COUNT])[row]):
+            position = context + i
+            place = np.int64(table[position // block]) * kv_heads * block + position % block
+            for head in range(kv_heads):
+                source_key = floats(source + 4 * ((start + i) * stride + offset + head * dim))
+                source_value = floats(source + 4 * ((start + i) * stride + offset + (kv_heads + head) * dim))
+                key = floats(keys + 4 * (place + head * block) * dim)
+                value = floats(values + 4 * (place + head * block) * dim)
+                for d in range(dim):
+                    key[d] = source_key[d]
+                for d in range(dim):
+                    value[d] = source_value[d]
+
+
+@inlined
+def _silu(x: Any) -> Any:
+    return x / (np.float32(1) + exp(-x))
+
+
+@inlined
+def _gelu_tanh(x: Any) -> Any:
+    inner = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
+    # x / 2 * (1 + tanh(inner)), and 1 + tanh(u) is 2 / (1 + exp(-2 u))
+    return x / (np.float32(1) + exp(np.float32(-2) * inner))
+
+
+@inlined
+def _gelu(x: Any) -> Any:
+    return np.float32(0.5) * x * (np.float32(1) + np.float32(math.erf(x * np.float32(0.7071067811865476))))
+
+
+@inlined
+def _activate(op: int, of: int, stride: int, width: int, gated: int, rows: int) -> None:
+    for row in range(rows):
+        a, b = floats(of + 4 * row * stride), floats(of + 4 * (row * stride + width))
+        if op == _SILU:
+            if gated:
+                for i in range(width):
+                    a[i] = _silu(a[i]) * b[i]
+            else:
+                for i in range(width):
+                    a[i] = _silu(a[i])
+        elif op == _GELU_TANH:
+            if gated:
+                for i in range(width):
+                    a[i] = _gelu_tanh(a[i]) * b[i]
+            else:
+                for i in range(width):
+                    a[i] = _gelu_tanh(a[i])
+        else:
+            for i in range(width):
+                a[i] = _gelu(a[i])
+            if gated:
+                for i in range(width):
+                    a[i] = a[i] * b[i]
+
+
+@kernel
+def run(code: Longs, numbers: Doubles, regs: Longs, pc: int) -> int:
+    """Run from instruction ``pc`` on; the number of the ``CALL`` it stopped at, or of ``END``."""
+    scratch = regs[_SCRATCH]
+    while True:
+        op = code[pc, 0]
+        rows = regs[code[pc, 1]]
+        a, b, c, d, e = code[pc, 2], code[pc, 3], code[pc, 4], code[pc, 5], code[pc, 6]
+        f, g, h, i = code[pc, 7], code[pc, 8], code[pc, 9], code[pc, 10]
+        f0, f1 = numbers[pc, 0], numbers[pc, 1]
+        if op == _PRODUCT:
+            product(regs[a], b, rows, e, f, g, h, regs[c], d, i, scratch)
+        elif op == _RMS:
+            _rms_norm(regs[a] + 4 * c, b, regs[d] + 4 * f, e, g, h, i, f0, rows)
+        elif op == _ATTEND:
+            attend(
+                regs[a],
+                b,
+                regs[_BATCH],
+                regs[_FIRST],
+                regs[_COUNT],
+                regs[_COMPUTED],
+                regs[_TABLES],
+                regs[_TABLE_STRIDE],
+                regs[_CACHE + 2 * f],
+                regs[_CACHE + 2 * f + 1],
+                regs[_BLOCK],
+                c,
+                d,
+                e,
+                f0,
+                i,
+                f1,
+                regs[g],
+                h,
+                scratch,
+            )
+        elif op == _ROTATE:
+            _rotate(regs[a], b, c, d, e, f, regs[_POSITIONS], rows)
+        elif op == _WRITE:
+            if regs[_BLOCK] > 0:
+                _write(regs[a], b, c, d, e, regs[_CACHE + 2 * f], regs[_CACHE + 2 * f + 1], regs)
+        elif op == _SILU or op == _GELU_TANH or op == _GELU:
+            _activate(op, regs[a], b, c, d, rows)
+        elif op == _ADD:
+            to, source = floats(regs[a]), floats(regs[b])
+            for n in range(rows * c):
+                to[n] = to[n] + source[n]
+        elif op == _BIAS:
+            terms = floats(c)
+            for row in range(rows):
+                to = floats(regs[a] + 4 * row * b)
+                for n in range(d):
+                    to[n] = to[n] + terms[n]
+        elif op == _EMBED:
+            _embed(regs[_IDS], rows, regs[a], b, c, d, e, f)
+        elif op == _LAYER:
+            _layer_norm(regs[a], regs[b], c, d, e, f0, rows)
+        elif op == _PICK:
+            for row in range(rows):
+                to, source = floats(regs[b] + 4 * row * c), floats(regs[a] + 4 * int64s(regs[_KEEP])[row] * c)
+                for n in range(c):
+                    to[n] = source[n]
+        elif op == _SCALE:
+            to = floats(regs[a])
+            for n in range(rows * b):
+                to[n] = to[n] * np.float32(f0)
+        elif op == _SOFTCAP:
+            to, cap = floats(regs[a]), np.float32(f0)
+            for n in range(rows * b):
+                to[n] = np.float32(math.tanh(to[n] / cap)) * cap
+        else:
+            return pc
+        pc += 1
+
+
+SIGNATURE = numba.int64(numba.int64[:, ::1], numba.float64[:, ::1], numba.int64[::1], numba.int64)
+"""Of :func:`run`, to compile it ahead of the first step."""
