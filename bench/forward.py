@@ -1,11 +1,11 @@
-"""Time of one decode step, in one run: drumline's runner with its lean forward and with transformers' modules, and
-transformers by itself with a static cache.
+"""Time of one decode step, in one run: drumline's runner with its compiled and lean forwards and with transformers'
+modules, and transformers by itself with a static cache.
 
-    OMP_NUM_THREADS=1 python bench/forward.py FOLDER... [--rows 1 8 32] [--context 200] [--rounds 5]
+    OMP_NUM_THREADS=1 python bench/forward.py FOLDER... [--rows 1 8 32] [--context 200] [--systems compiled lean]
 
 Prints the best and the median time in ms of a step and the ratios to transformers. A step of ours is a whole plan: slot
 state, attention over the paged cache, forward, greedy sampling. Systems take turns, several times; the best of many
-steps is what a busy machine disturbs least. ``--profile`` shows where a lean step goes instead.
+steps is what a busy machine disturbs least. ``--profile`` shows where a step goes instead.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, StaticCache
 
 from drumline.model.attention import KVCache
+from drumline.model.compiled import CompiledForward
 from drumline.model.forward import Forward, ModuleForward
 from drumline.model.lean import LeanForward
 from drumline.model.loader import load_model
@@ -41,10 +42,14 @@ LONGEST = 2048
 class Ours:
     """Slots of one runner that decode together."""
 
-    def __init__(self, folder: Path, group: GroupCoordinator, lean: bool, most_rows: int) -> None:
+    def __init__(self, folder: Path, group: GroupCoordinator, kind: str, most_rows: int) -> None:
         spec = read_spec(folder)
         model = load_model(spec, folder, dtype=torch.float32, device=CPU, group=group)
-        forward: Forward = LeanForward(model, LONGEST) if lean else ModuleForward(model)
+        forward: Forward
+        if kind == "compiled":
+            forward = CompiledForward(model, LONGEST)
+        else:
+            forward = LeanForward(model, LONGEST) if kind == "lean" else ModuleForward(model)
         if isinstance(forward, LeanForward) and forward.laying_out is not None:
             forward.laying_out.join()
         self.runner = ModelRunner(
@@ -142,10 +147,9 @@ def timed(step: Callable[[], None], seconds: float) -> list[float]:
 
 def compare(folder: Path, group: GroupCoordinator, args: argparse.Namespace) -> None:
     most = max(args.rows)
-    systems: dict[str, Ours | Theirs] = {"lean": Ours(folder, group, True, most)}
-    if not args.profile:
-        systems |= {"modules": Ours(folder, group, False, most), "transformers": Theirs(folder)}
-    print(f"{folder.name}: {systems['lean'].runner.forward.nbytes / 1e6:.0f} MB of weights")  # type: ignore[union-attr]
+    systems: dict[str, Ours | Theirs] = {}
+    for name in args.systems:
+        systems[name] = Theirs(folder) if name == "transformers" else Ours(folder, group, name, most)
     for rows in args.rows:
         taken: dict[str, list[float]] = {name: [] for name in systems}
         for _ in range(args.rounds):
@@ -155,7 +159,7 @@ def compare(folder: Path, group: GroupCoordinator, args: argparse.Namespace) -> 
                 if args.profile:
                     profile(system.step)
                 taken[name] += timed(system.step, args.seconds)
-        base = {kind: kind(taken.get("transformers", taken["lean"])) for kind in (min, statistics.median)}
+        base = {kind: kind(taken[args.systems[-1]]) for kind in (min, statistics.median)}
         for name, times in taken.items():
             figures = ", ".join(
                 f"{label} {kind(times) * 1e3:.2f} ms ({base[kind] / kind(times):.2f} x)"
@@ -179,6 +183,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.5, help="for each system and round")
+    parser.add_argument(
+        "--systems", nargs="+", default=["compiled", "lean", "modules", "transformers"], help="ratios are to the last"
+    )
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)

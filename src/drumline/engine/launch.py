@@ -172,11 +172,16 @@ class EngineProcesses:
         return StartupError(self._stop_report())
 
 
+KERNELS = "drumline.model.kernels.ready"
+"""Module whose import makes what workers on CPUs run ready."""
+
+
 def preload_of(config: EngineConfig) -> tuple[str, ...]:
     """What the fork server imports: what workers of this model need, and the engine core."""
     own = config.process.worker_cls != "auto"
     workers = ("torch",) if own else preload_modules(read_spec(config.model.path))
-    return (*workers, "drumline.engine.main", "drumline.worker.main")
+    kernels = () if own or resolve_platform(config.platform).device_type != "cpu" else (KERNELS,)
+    return (*workers, "drumline.engine.main", "drumline.worker.main", *kernels)
 
 
 def core_threads(config: EngineConfig) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from drumline.model import flat
-from drumline.model.compiled import CompiledForward
 from drumline.model.forward import Forward, ModuleForward
 from drumline.model.lean import LeanForward
 
@@ -24,5 +23,10 @@ def make_forward(model: Any, max_model_len: int) -> Forward:
         return ModuleForward(model)
     weight = next(model.base_model.layers[0].parameters())
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.get_num_threads() == 1:
-        return CompiledForward(model, max_model_len)
+        try:
+            from drumline.model.compiled import CompiledForward  # numba: only here is it needed
+        except ImportError as error:
+            log.warning("Steps take two to three times as long as they could: numba does not work here (%s)", error)
+        else:
+            return CompiledForward(model, max_model_len)
     return LeanForward(model, max_model_len)

@@ -1,4 +1,4 @@
-"""The forward on CPUs with one thread: flat layers (``model.flat``) as a program of compiled kernels (``kernels.step``).
+"""The forward on CPUs with one thread: flat layers (``model.flat``) as a program (``kernels.step``) of kernels.
 
 Building it lays the weights out for the kernels, one matrix after the other, each freed as it is done; a checkpoint of
 16-bit numbers stays in 16 bits (``kernels.products.Panels``). A step fills registers with the addresses of its rows and
@@ -316,7 +316,9 @@ class CompiledForward:
             weight = self._keep(norm.weight.float().contiguous())
             self._add(Op.RMS_NORM, source, width, 0, to, width, 0, weight, 1, width, rows=rows, f0=norm.eps)
             return
-        weight, bias = (0 if part is None else self._keep(part.float().contiguous()) for part in (norm.weight, norm.bias))
+        weight, bias = (
+            0 if part is None else self._keep(part.float().contiguous()) for part in (norm.weight, norm.bias)
+        )
         self._add(Op.LAYER_NORM, source, to, weight, bias, width, rows=rows, f0=norm.eps)
 
     def _rms(self, norm: flat.Norm, of: Reg, stride: int, offset: int, heads: int) -> None:
@@ -355,5 +357,3 @@ def _sum_in_place(group: TPGroup, tensor: torch.Tensor) -> None:
     summed = group.all_reduce(tensor)
     if summed.data_ptr() != tensor.data_ptr():
         tensor.copy_(summed)
-
-

@@ -11,8 +11,8 @@ import torch
 from drumline.errors import ConfigError, UnsupportedError
 from drumline.model import spec as specs
 from drumline.model.attention import KVCache
-from drumline.model.forward import Forward, ModuleForward
 from drumline.model.choose import make_forward
+from drumline.model.forward import Forward, ModuleForward
 from drumline.model.loader import load_model
 from drumline.model.pipeline import make_stage
 from drumline.model.runner import ModelRunner

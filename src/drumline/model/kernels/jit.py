@@ -4,8 +4,8 @@ A step of a small model on a CPU is dozens of operations of a few microseconds e
 their arithmetic there (docs/performance.md). Kernels are Python functions that numba compiles for this machine; they
 work on plain addresses (``int64``) so that a call unboxes nothing, and without the interpreter's lock.
 
-Conventions: all arrays are float32 unless a name says otherwise, sizes and strides are counted in elements, and a kernel
-allocates nothing. An address must stay valid while the kernel runs: whoever passes it keeps the array alive.
+Conventions: all arrays are float32 unless a name says otherwise, sizes and strides are counted in elements, and a
+kernel allocates nothing. An address must stay valid while the kernel runs: whoever passes it keeps the array alive.
 
 ``reassoc`` and ``contract`` let sums be vectorised; NaN and infinity keep their meaning (masks use -inf).
 """
@@ -73,7 +73,7 @@ def _sources() -> str:
 
 def _pointer_to(element: types.Type, name: str) -> Any:
     def pointer(typingctx: Any, address: Any) -> Any:
-        signature = types.CPointer(element)(types.int64)
+        signature = types.CPointer(element)(types.int64)  # type: ignore[attr-defined]
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             return builder.inttoptr(args[0], context.get_value_type(signature.return_type))

@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 from drumline.model.kernels.jit import exactly
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def float_of_bits(typingctx: Any, bits: Any) -> Any:
     """An int32 as the float32 of the same bits."""
 
@@ -22,7 +22,7 @@ def float_of_bits(typingctx: Any, bits: Any) -> Any:
     return types.float32(types.int32), codegen
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def float_of_bfloat16(typingctx: Any, bits: Any) -> Any:
     """The bits of a bfloat16 (uint16) as float32."""
 
@@ -33,7 +33,7 @@ def float_of_bfloat16(typingctx: Any, bits: Any) -> Any:
     return types.float32(types.uint16), codegen
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def float_of_float16(typingctx: Any, bits: Any) -> Any:
     """The bits of a float16 (uint16) as float32."""
 
@@ -44,7 +44,7 @@ def float_of_float16(typingctx: Any, bits: Any) -> Any:
 
 
 @exactly
-def exp(x):
+def exp(x: Any) -> Any:
     """e to the power of a float32, within 2 units of the last place; 0 below -87, and 2^127 or so above 88.
 
     x = n ln 2 + r with |r| <= ln 2 / 2 (Cody and Waite: ln 2 in two parts), Taylor's polynomial of degree 6 for e^r

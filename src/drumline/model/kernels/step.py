@@ -52,7 +52,7 @@ class Op(IntEnum):
     SCALE = 3
     """of, width; f0."""
     RMS_NORM = 4
-    """from, its stride, offset, to, its stride, offset, weight, heads, width; f0: epsilon. ``weight`` [heads, width]."""
+    """from, its stride, offset, to, its stride, offset, weight [heads, width], heads, width; f0: epsilon."""
     LAYER_NORM = 5
     """from, to, weight, bias, width; f0: epsilon. 0: no weight or bias."""
     PRODUCT = 6
@@ -142,7 +142,17 @@ def _embed(ids: int, rows: int, to: int, width: int, table: int, kind: int, firs
 
 
 @inlined
-def _rms_norm(source: int, source_stride: int, to: int, to_stride: int, weight: int, heads: int, width: int, eps: float, rows: int) -> None:
+def _rms_norm(
+    source: int,
+    source_stride: int,
+    to: int,
+    to_stride: int,
+    weight: int,
+    heads: int,
+    width: int,
+    eps: float,
+    rows: int,
+) -> None:
     factors = floats(weight)
     for row in range(rows):
         for head in range(heads):
@@ -301,7 +311,7 @@ def run(code: Longs, numbers: Doubles, regs: Longs, pc: int) -> int:
         elif op == _WRITE:
             if regs[_BLOCK] > 0:
                 _write(regs[a], b, c, d, e, regs[_CACHE + 2 * f], regs[_CACHE + 2 * f + 1], regs)
-        elif op == _SILU or op == _GELU_TANH or op == _GELU:
+        elif op in (_SILU, _GELU_TANH, _GELU):
             _activate(op, regs[a], b, c, d, rows)
         elif op == _ADD:
             to, source = floats(regs[a]), floats(regs[b])

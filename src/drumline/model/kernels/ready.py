@@ -1,0 +1,10 @@
+"""Importing this module makes the kernels ready: read from disk (0.2 s), or compiled (some 10 s, once a machine).
+
+A fork server imports it before it forks workers that compute on CPUs, so that all of them have the kernels at once.
+"""
+
+from __future__ import annotations
+
+from drumline.model.kernels.step import SIGNATURE, run
+
+run.compile(SIGNATURE)  # type: ignore[attr-defined]
