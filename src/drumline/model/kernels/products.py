@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import llvmlite.binding  # type: ignore[import-untyped]
+import llvmlite.binding
 import numpy as np
 import torch
 from llvmlite import ir
@@ -39,8 +39,13 @@ FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 BLOCK_BYTES = 1 << 20
 """Of packed rows that pass all panels together: they stay in the second cache."""
-WIDEN_ROWS = 4 * TILE
+WIDEN_ROWS = 3 * TILE + 1
 """From so many rows a 16-bit panel is widened once instead of in each tile."""
+
+CHUNK_BYTES = 32 << 20
+"""Of memory that weights are put into."""
+AHEAD = 8192
+"""Bytes by which weights are fetched before they are used."""
 
 PIECE = 1 << 18
 """Elements that are looked at together, so that they stay in the cache."""
@@ -58,16 +63,29 @@ class Panels:
         dtype = _storage(weight)
         self.kind = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}[dtype]
         count = -(-self.features // PANEL)
-        self._panels = torch.empty(
-            count, self.inputs, PANEL, dtype=torch.float32 if dtype == torch.float32 else torch.int16
-        )
-        self.address = self._panels.data_ptr()
-        self.nbytes = self._panels.nbytes
+        itemsize = 4 if dtype == torch.float32 else 2
+        self._memory = _memory(count * self.inputs * PANEL * itemsize)
+        self.address = self._memory.ctypes.data
+        self.nbytes = self._memory.nbytes
         at_once = max(1, PIECE // max(1, PANEL * self.inputs))
         for first in range(0, count, at_once):
             rows = weight[first * PANEL : (first + at_once) * PANEL].to(dtype).contiguous()
-            panel = self.address + first * PANEL * self.inputs * self._panels.itemsize
+            panel = self.address + first * PANEL * self.inputs * itemsize
             _lay_out(rows.data_ptr(), len(rows), self.inputs, panel, self.kind)
+
+
+_chunk = np.empty(0, np.uint8)
+
+
+def _memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Part of a large piece of memory: numpy asks for huge pages there, which spare a tenth of reading weights."""
+    global _chunk
+    needed = -(-nbytes // 64) * 64
+    if len(_chunk) < needed:
+        _chunk = np.empty(max(CHUNK_BYTES, needed + 64), np.uint8)
+        _chunk = _chunk[-_chunk.ctypes.data % 64 :]
+    part, _chunk = _chunk[:nbytes], _chunk[needed:]
+    return part
 
 
 def _storage(weight: torch.Tensor) -> torch.dtype:
@@ -118,6 +136,11 @@ def _ahead(builder: ir.IRBuilder, address: ir.Value, offset: ir.Value | int) -> 
     return builder.gep(address, [offset], source_etype=ir.IntType(8))
 
 
+def _opaque(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """The value, in a register of its own."""
+    return builder.asm(ir.FunctionType(value.type, [value.type]), "", "=r,0", [value], False)
+
+
 def _load(builder: ir.IRBuilder, address: ir.Value, kind: int) -> list[ir.Value]:
     """The two vectors of a panel's row."""
     step = LANES * _ITEMSIZE[kind]
@@ -142,57 +165,60 @@ def _spread(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 def _tile_function(module: ir.Module, kind: int, rows: int) -> ir.Function:
-    """Code for so many rows: (x, row stride, chunk stride, panel, K, out, out stride, mode), strides in bytes."""
+    """Code for so many rows, strides in bytes:
+    (x, row stride, chunk stride, panel, K, out, out stride, mode, fetched ahead, its stride)."""
     name = f"drumline_tile_{kind}_{rows}"
     if name in module.globals:
         return module.globals[name]
-    function = ir.Function(
-        module, ir.FunctionType(ir.VoidType(), [_POINTER, _I64, _I64, _POINTER, _I64, _POINTER, _I64, _I64]), name
-    )
+    parameters = [_POINTER, _I64, _I64, _POINTER, _I64, _POINTER, _I64, _I64, _POINTER, _I64]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), parameters), name)
     function.linkage = "linkonce_odr"
     function.attributes.add("noinline")
     function.attributes.add("nounwind")
-    x, x_stride, chunk_stride, panel, inputs, out, out_stride, mode = function.args
-    fmuladd = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+    x, x_stride, chunk_stride, panel, inputs, out, out_stride, mode, ahead, ahead_stride = function.args
+    fmuladd = cgutils.get_or_insert_function(
         module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
+    )
+    prefetch = cgutils.get_or_insert_function(
+        module, ir.FunctionType(ir.VoidType(), [_POINTER, _I32, _I32, _I32]), "llvm.prefetch.p0"
     )
     builder = ir.IRBuilder(function.append_basic_block("entry"))
     row_bytes = PANEL * _ITEMSIZE[kind]
     # An instruction's result is awaited for 4 cycles, in which 8 can start: few rows take turns between several sums.
     sets = -(-8 // (2 * rows)) if rows < 4 else 1
-    multiples = [_I64(0), x_stride, builder.mul(x_stride, _I64(2)), builder.mul(x_stride, _I64(3))]
-    four = builder.mul(x_stride, _I64(4))
-
-    def places(x: ir.Value) -> list[ir.Value]:
-        """Of rows, by few registers: the next base each four rows."""
-        bases = [x]
-        while 4 * len(bases) < rows:
-            bases.append(_ahead(builder, bases[-1], four))
-        return [_ahead(builder, bases[row // 4], multiples[row % 4]) for row in range(rows)]
+    # Rows by few registers: a base each four rows, and three offsets that the compiler cannot take apart.
+    offsets = [_I64(0), *[_opaque(builder, builder.mul(x_stride, _I64(i))) for i in (1, 2, 3)]]
+    bases = [x]
+    while 4 * len(bases) < rows:
+        bases.append(_ahead(builder, bases[-1], _opaque(builder, builder.mul(x_stride, _I64(4)))))
 
     def loop(
-        count: ir.Value, x: ir.Value, panel: ir.Value, sums: list[ir.Value], steps: int, stride: ir.Value
-    ) -> tuple[ir.Value, ir.Value, list[ir.Value]]:
+        count: ir.Value, places: list[ir.Value], strides: list[ir.Value], sums: list[ir.Value], steps: int
+    ) -> tuple[list[ir.Value], list[ir.Value]]:
         before = builder.block
         body, after = function.append_basic_block("loop"), function.append_basic_block("after")
         builder.cbranch(builder.icmp_signed(">", count, _I64(0)), body, after)
         builder.position_at_end(body)
-        start = [count, x, panel, *sums]
+        start = [count, *places, *sums]
         now = [builder.phi(value.type) for value in start]
-        left, x_now, panel_now, new = now[0], now[1], now[2], now[3:]
-        at = places(x_now)
+        left, places_now, new = now[0], now[1 : 1 + len(places)], now[1 + len(places) :]
+        panel, ahead, *bases = places_now
         for step in range(steps):
-            weights = _load(builder, _ahead(builder, panel_now, step * row_bytes), kind)
+            weights = _load(builder, _ahead(builder, panel, step * row_bytes), kind)
             base = (step % sets) * rows * 2
+            if steps == CHUNK:
+                for line in range(0, row_bytes, 64):
+                    address = _ahead(builder, ahead, step * row_bytes + line)
+                    builder.call(prefetch, [address, _I32(0), _I32(2), _I32(1)])
             for row in range(rows):
-                value = _spread(builder, _ahead(builder, at[row], 4 * step))
+                address = _ahead(builder, bases[row // 4], offsets[row % 4])
+                value = _spread(builder, _ahead(builder, address, 4 * step))
                 for half in (0, 1):
                     index = base + row * 2 + half
                     new[index] = builder.call(fmuladd, [value, weights[half], new[index]])
         following = [
             builder.sub(left, _I64(1)),
-            _ahead(builder, x_now, stride),
-            _ahead(builder, panel_now, steps * row_bytes),
+            *[_ahead(builder, place, stride) for place, stride in zip(places_now, strides, strict=True)],
             *new,
         ]
         builder.cbranch(builder.icmp_signed(">", following[0], _I64(0)), body, after)
@@ -204,12 +230,16 @@ def _tile_function(module: ir.Module, kind: int, rows: int) -> ir.Function:
         for phi, first, later in zip(ends, start, following, strict=True):
             phi.add_incoming(first, before)
             phi.add_incoming(later, body)
-        return ends[1], ends[2], ends[3:]
+        return ends[1 : 1 + len(places)], ends[1 + len(places) :]
 
     zero = ir.Constant(_VECTOR, [0.0] * LANES)
     chunks = builder.ashr(inputs, _I64(2))
-    x, panel, sums = loop(chunks, x, panel, [zero] * (2 * rows * sets), CHUNK, chunk_stride)
-    x, panel, sums = loop(builder.and_(inputs, _I64(3)), x, panel, sums, 1, _I64(4))
+    sums = [zero] * (2 * rows * sets)
+    places = [panel, ahead, *bases]
+    strides = [_I64(CHUNK * row_bytes), ahead_stride, *[chunk_stride] * len(bases)]
+    places, sums = loop(chunks, places, strides, sums, CHUNK)
+    strides = [_I64(row_bytes), _I64(0), *[_I64(4)] * len(bases)]
+    _, sums = loop(builder.and_(inputs, _I64(3)), places, strides, sums, 1)
     while len(sums) > 2 * rows:
         half = len(sums) // 2
         sums = [builder.fadd(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
@@ -242,9 +272,11 @@ def _tiles(kind: int) -> Any:
         out: Any,
         out_stride: Any,
         mode: Any,
+        ahead: Any,
+        ahead_stride: Any,
     ) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            rows, x, x_stride, chunk_stride, panel, inputs, out, out_stride, mode = args
+            rows, x, x_stride, chunk_stride, panel, inputs, out, out_stride, mode, ahead, ahead_stride = args
             call = [
                 builder.inttoptr(x, _POINTER),
                 builder.mul(x_stride, _I64(4)),
@@ -254,6 +286,8 @@ def _tiles(kind: int) -> Any:
                 builder.inttoptr(out, _POINTER),
                 builder.mul(out_stride, _I64(4)),
                 mode,
+                builder.inttoptr(ahead, _POINTER),
+                ahead_stride,
             ]
             end = builder.append_basic_block("end")
             switch = builder.switch(rows, end)
@@ -266,7 +300,7 @@ def _tiles(kind: int) -> Any:
             builder.position_at_end(end)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 9), codegen
+        return types.void(*[types.int64] * 11), codegen
 
     tiles.__name__ = tiles.__qualname__ = f"tiles_{kind}"
     return intrinsic(tiles)
@@ -310,7 +344,7 @@ def tile(x: int, x_stride: int, rows: int, panel: int, inputs: int, out: int, ou
     for number in range(tiles):
         count = rows // tiles + (1 if number < rows % tiles else 0)
         source, to = x + 4 * first * x_stride, out + 4 * first * out_stride
-        _tiles_32(count, source, x_stride, CHUNK, panel, inputs, to, out_stride, mode)
+        _tiles_32(count, source, x_stride, CHUNK, panel, inputs, to, out_stride, mode, panel, 0)
         first += count
 
 
@@ -382,6 +416,11 @@ def product(
         for column in range(0, features, PANEL):
             panel = panels + column // PANEL * size
             partial = column + PANEL > features
+            # Cold weights: one tile fetches ahead in its own panel, several share the next panel among them.
+            ahead, ahead_stride = panel + AHEAD, CHUNK * size // max(inputs, 1)
+            if tiles > 1:
+                ahead = panel + size
+                ahead_stride = (ahead_stride // tiles + 63) // 64 * 64
             if widens:
                 if kind == BFLOAT16:
                     _widen_b16(panel, inputs, widened)
@@ -398,11 +437,17 @@ def product(
                 if partial:
                     to, to_stride, adds = rest, PANEL, 0
                 if kind == FLOAT32 or widens:
-                    _tiles_32(height, place, row_stride, chunk_stride, panel, inputs, to, to_stride, adds)
+                    _tiles_32(
+                        height, place, row_stride, chunk_stride, panel, inputs, to, to_stride, adds, ahead, ahead_stride
+                    )
                 elif kind == BFLOAT16:
-                    _tiles_b16(height, place, row_stride, chunk_stride, panel, inputs, to, to_stride, adds)
+                    _tiles_b16(
+                        height, place, row_stride, chunk_stride, panel, inputs, to, to_stride, adds, ahead, ahead_stride
+                    )
                 else:
-                    _tiles_h16(height, place, row_stride, chunk_stride, panel, inputs, to, to_stride, adds)
+                    _tiles_h16(
+                        height, place, row_stride, chunk_stride, panel, inputs, to, to_stride, adds, ahead, ahead_stride
+                    )
                 if partial:
                     for row in range(height):
                         target = floats(out + 4 * ((start + first + row) * out_stride + column))
@@ -410,6 +455,8 @@ def product(
                             value = floats(rest)[row * PANEL + c]
                             target[c] = target[c] + value if mode == 1 else value
                 first += height
+                if tiles > 1:
+                    ahead += ahead_stride * (inputs // CHUNK)
 
 
 @kernel
