@@ -37,11 +37,14 @@ CHUNK = 4
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 """How weights are stored."""
 
-BLOCK_BYTES = 1 << 20
-"""Of packed rows that pass all panels together: they stay in the second cache."""
-WIDEN_ROWS = 3 * TILE + 1
-"""From so many rows a 16-bit panel is widened once instead of in each tile."""
+MOST_ROWS = {FLOAT32: TILE, BFLOAT16: TILE, FLOAT16: 4}
+"""Of a tile with such weights: float16 is rare enough that more rows have their panel widened, which spares compiling."""
+BLOCK_ROWS, BLOCK_INPUTS = 20 * TILE, 1024
+"""Of x that passes all panels before the next block: it, a panel and the next panel stay in the second cache."""
+WIDEN_ROWS = 3 * TILE
+"""With more rows a bfloat16 panel is widened once instead of in each tile."""
 
+WIDEN_ROWS_FLOAT16 = MOST_ROWS[FLOAT16]
 CHUNK_BYTES = 32 << 20
 """Of memory that weights are put into."""
 AHEAD = 8192
@@ -291,7 +294,7 @@ def _tiles(kind: int) -> Any:
             ]
             end = builder.append_basic_block("end")
             switch = builder.switch(rows, end)
-            for count in range(1, TILE + 1):
+            for count in range(1, MOST_ROWS[kind] + 1):
                 block = builder.append_basic_block(f"rows{count}")
                 switch.add_case(count, block)
                 builder.position_at_end(block)
@@ -348,17 +351,10 @@ def tile(x: int, x_stride: int, rows: int, panel: int, inputs: int, out: int, ou
         first += count
 
 
-def _rows_at_once(inputs: int) -> int:
-    return max(BLOCK_BYTES // (4 * max(inputs, 1)) // TILE, 4) * TILE
-
-
 def scratch_floats(rows: int, inputs: int) -> int:
     """Floats that :func:`product` may write to in ``scratch``."""
-    padded = -(-inputs // CHUNK) * CHUNK
-    return min(rows, _rows_at_once(inputs)) * padded + inputs * PANEL + TILE * PANEL + 32
-
-
-_at_once = inlined(_rows_at_once)
+    packed = min(rows, BLOCK_ROWS) * min(inputs + CHUNK, BLOCK_INPUTS) if rows > TILE else rows * (inputs + CHUNK)
+    return packed + min(inputs, BLOCK_INPUTS) * PANEL + TILE * PANEL + 32
 
 
 @inlined
@@ -378,6 +374,82 @@ def _pack(x: int, x_stride: int, rows: int, inputs: int, to: int) -> None:
 
 
 @inlined
+def _block(
+    x: int,
+    x_stride: int,
+    rows: int,
+    panels: int,
+    panel_bytes: int,
+    kind: int,
+    features: int,
+    inputs: int,
+    out: int,
+    out_stride: int,
+    mode: int,
+    rest: int,
+    widened: int,
+    packed: int,
+) -> None:
+    """A product of which x fits the second cache; panels are ``panel_bytes`` apart."""
+    padded = (inputs + CHUNK - 1) // CHUNK * CHUNK
+    tiles = (rows + TILE - 1) // TILE
+    each, more = rows // tiles, rows % tiles
+    row_stride, packs = x_stride, rows > 2
+    if packs:
+        row_stride = CHUNK
+        first = 0
+        for number in range(tiles):
+            height = each + (1 if number < more else 0)
+            _pack(x + 4 * first * x_stride, x_stride, height, inputs, packed + 4 * first * padded)
+            first += height
+        x = packed
+    widens = (kind == BFLOAT16 and rows > WIDEN_ROWS) or (kind == FLOAT16 and rows > WIDEN_ROWS_FLOAT16)
+    for column in range(0, features, PANEL):
+        panel = panels + column // PANEL * panel_bytes
+        partial = column + PANEL > features
+        # Cold weights: one tile fetches ahead in its own panel, several share the next panel among them.
+        ahead, ahead_stride = panel + AHEAD, CHUNK * PANEL * (4 if kind == FLOAT32 else 2)
+        if tiles > 1:
+            ahead = panel + panel_bytes
+            ahead_stride = (ahead_stride // tiles + 63) // 64 * 64
+        if widens:
+            if kind == BFLOAT16:
+                _widen_b16(panel, inputs, widened)
+            else:
+                _widen_h16(panel, inputs, widened)
+            panel = widened
+        first = 0
+        for number in range(tiles):
+            height = each + (1 if number < more else 0)
+            chunk_stride = CHUNK * height if packs else CHUNK
+            source = x + 4 * first * padded
+            to = out + 4 * (first * out_stride + column)
+            to_stride, adds = out_stride, mode
+            if partial:
+                to, to_stride, adds = rest, PANEL, 0
+            if kind == FLOAT32 or widens:
+                _tiles_32(
+                    height, source, row_stride, chunk_stride, panel, inputs, to, to_stride, adds, ahead, ahead_stride
+                )
+            elif kind == BFLOAT16:
+                _tiles_b16(
+                    height, source, row_stride, chunk_stride, panel, inputs, to, to_stride, adds, ahead, ahead_stride
+                )
+            else:
+                _tiles_h16(
+                    height, source, row_stride, chunk_stride, panel, inputs, to, to_stride, adds, ahead, ahead_stride
+                )
+            if partial:
+                for row in range(height):
+                    target = floats(out + 4 * ((first + row) * out_stride + column))
+                    for c in range(features - column):
+                        value = floats(rest)[row * PANEL + c]
+                        target[c] = target[c] + value if mode == 1 else value
+            first += height
+            ahead += ahead_stride * (inputs // CHUNK)
+
+
+@inlined
 def product(
     x: int,
     x_stride: int,
@@ -392,71 +464,32 @@ def product(
     scratch: int,
 ) -> None:
     """out[r, n] (=, or += in mode 1) the sum over k of x[r, k] * w[n, k]; ``scratch``: :func:`scratch_floats`."""
-    size = PANEL * inputs * (4 if kind == FLOAT32 else 2)
-    padded = (inputs + CHUNK - 1) // CHUNK * CHUNK
-    at_once = _at_once(inputs)
-    packed = scratch
-    widened = packed + (4 * min(rows, at_once) * padded + 63) // 64 * 64
-    rest = widened + 4 * inputs * PANEL
+    itemsize = 4 if kind == FLOAT32 else 2
+    size = PANEL * inputs * itemsize
+    deep = inputs if rows <= TILE and kind != FLOAT16 else min(inputs, BLOCK_INPUTS)
+    at_once = min(rows, BLOCK_ROWS)
+    rest = scratch
+    widened = rest + 4 * TILE * PANEL
+    packed = widened + 4 * min(inputs, BLOCK_INPUTS) * PANEL
     for start in range(0, rows, at_once):
         count = min(rows - start, at_once)
-        source = x + 4 * start * x_stride
-        tiles = (count + TILE - 1) // TILE
-        each, more = count // tiles, count % tiles
-        row_stride, packs = x_stride, count > 2
-        if packs:
-            row_stride = CHUNK
-            first = 0
-            for number in range(tiles):
-                height = each + (1 if number < more else 0)
-                _pack(source + 4 * first * x_stride, x_stride, height, inputs, packed + 4 * first * padded)
-                first += height
-            source = packed
-        widens = kind != FLOAT32 and count >= WIDEN_ROWS
-        for column in range(0, features, PANEL):
-            panel = panels + column // PANEL * size
-            partial = column + PANEL > features
-            # Cold weights: one tile fetches ahead in its own panel, several share the next panel among them.
-            ahead, ahead_stride = panel + AHEAD, CHUNK * size // max(inputs, 1)
-            if tiles > 1:
-                ahead = panel + size
-                ahead_stride = (ahead_stride // tiles + 63) // 64 * 64
-            if widens:
-                if kind == BFLOAT16:
-                    _widen_b16(panel, inputs, widened)
-                else:
-                    _widen_h16(panel, inputs, widened)
-                panel = widened
-            first = 0
-            for number in range(tiles):
-                height = each + (1 if number < more else 0)
-                chunk_stride = CHUNK * height if packs else CHUNK
-                place = source + 4 * first * padded
-                to = out + 4 * ((start + first) * out_stride + column)
-                to_stride, adds = out_stride, mode
-                if partial:
-                    to, to_stride, adds = rest, PANEL, 0
-                if kind == FLOAT32 or widens:
-                    _tiles_32(
-                        height, place, row_stride, chunk_stride, panel, inputs, to, to_stride, adds, ahead, ahead_stride
-                    )
-                elif kind == BFLOAT16:
-                    _tiles_b16(
-                        height, place, row_stride, chunk_stride, panel, inputs, to, to_stride, adds, ahead, ahead_stride
-                    )
-                else:
-                    _tiles_h16(
-                        height, place, row_stride, chunk_stride, panel, inputs, to, to_stride, adds, ahead, ahead_stride
-                    )
-                if partial:
-                    for row in range(height):
-                        target = floats(out + 4 * ((start + first + row) * out_stride + column))
-                        for c in range(features - column):
-                            value = floats(rest)[row * PANEL + c]
-                            target[c] = target[c] + value if mode == 1 else value
-                first += height
-                if tiles > 1:
-                    ahead += ahead_stride * (inputs // CHUNK)
+        for k in range(0, inputs, deep):
+            _block(
+                x + 4 * (start * x_stride + k),
+                x_stride,
+                count,
+                panels + k * PANEL * itemsize,
+                size,
+                kind,
+                features,
+                min(deep, inputs - k),
+                out + 4 * start * out_stride,
+                out_stride,
+                mode if k == 0 else 1,
+                rest,
+                widened,
+                packed,
+            )
 
 
 @kernel
