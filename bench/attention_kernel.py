@@ -1,6 +1,6 @@
 """Time of the compiled attention on this machine, all layers of a step, without a model.
 
-    OMP_NUM_THREADS=1 python bench/attention_kernel.py [--decode 1x200 8x200 32x200 1x4096] [--prompts 128 256 1024 8192]
+    OMP_NUM_THREADS=1 python bench/attention_kernel.py [--decode 1x200 32x200] [--prompts 128 1024] [--models tiny]
 
 Decoding rows come from memory as in a real step: several sets of rows take turns, so that none finds its keys in the
 second cache. Blocks are shuffled. Prints the best of many calls, GB/s of keys and values (decoding) or GFLOPS (prompts,
@@ -45,6 +45,7 @@ def layers(
 
 def best(call: Callable[[], object], seconds: float) -> float:
     """Seconds of the quickest call."""
+    call()
     times, ends = [], time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < ends:
         began = time.perf_counter()
@@ -74,12 +75,11 @@ def measure(model: str, rows: int, tokens: int, new: int, seconds: float) -> Non
     scratch = np.empty(scratch_floats(kv_heads, group, dim), dtype=np.float32)
     turns = cycle([table.ctypes.data for table in tables])
 
+    before = number, layer_bytes, q.ctypes.data, heads * dim, rows, *(x.ctypes.data for x in (first, count, computed))
+    after = width, cache.ctypes.data, kv_heads, group, dim, out.ctypes.data, scratch.ctypes.data
+
     def ours() -> None:
-        layers(
-            number, layer_bytes, q.ctypes.data, heads * dim, rows, first.ctypes.data, count.ctypes.data,
-            computed.ctypes.data, next(turns), width, cache.ctypes.data, kv_heads, group, dim, out.ctypes.data,
-            scratch.ctypes.data,
-        )  # fmt: skip
+        layers(*before, next(turns), *after)
 
     contiguous = torch.from_numpy(cache)[: sets * 2 * number * rows * kv_heads * tokens * dim]
     kept = cycle(contiguous.view(sets, number, 2, rows, kv_heads, tokens, dim).unbind())

@@ -21,6 +21,9 @@ PIECE = 256
 _SCORES = PIECE + WIDTH
 """Floats between the scores of two heads: not a power of two, and dots() writes whole vectors."""
 
+LINE = 16
+"""Floats of a cache line."""
+
 _INT, _FLOAT, _VOID = types.int64, types.float32, types.void
 
 
@@ -32,19 +35,19 @@ def scratch_floats(kv_heads: int, group: int, dim: int) -> int:
 
 @instructions(_VOID, *[_INT] * 6)
 def _dots(builder: ir.IRBuilder, query: Any, keys: Any, dim: Any, last: Any, ahead: Any, out: Any) -> None:
-    """out[j] = query . keys[j] for 16 keys, whose places after ``last`` are not looked at (out is filled all the same).
+    """out[j] = query . keys[j] for 16 keys, of which those after ``last`` are not read (and are the last one instead).
 
-    The query is padded with zeros. A step of the loop is 16 sums over 16 dimensions each. The same places behind
-    ``ahead`` are prefetched.
+    The query is padded with zeros. A step of the loop is 16 sums over 16 dimensions each. Where all keys are read, the
+    same places from ``ahead`` on are fetched, unless that is 0.
     """
 
-    def emit(keys_at: Any, prefetched: bool) -> None:
+    def emit(key: Any, fetching: bool = False) -> None:
         def step(at: Any, totals: Any, mask: Any = None) -> list[Any]:
             part = load(builder, pointer(builder, query, at))
             new = []
             for j, total in enumerate(totals):
-                place = builder.add(keys_at(j), at)
-                if prefetched:
+                place = builder.add(key(j), at)
+                if fetching:
                     vectors.prefetch(builder, pointer(builder, ahead, place))
                 new.append(vectors.fma(builder, load(builder, pointer(builder, keys, place), mask), part, total))
             return new
@@ -52,9 +55,8 @@ def _dots(builder: ir.IRBuilder, query: Any, keys: Any, dim: Any, last: Any, ahe
         whole = builder.and_(dim, integer(-WIDTH))
         totals = loop(builder, integer(0), whole, integer(WIDTH), [vectors.splat(0.0)] * WIDTH, step)
         rest = builder.sub(dim, whole)
-        partly = builder.icmp_signed(">", rest, integer(0))
         before = builder.block
-        with builder.if_then(partly, likely=False):
+        with builder.if_then(builder.icmp_signed(">", rest, integer(0)), likely=False):
             tail = step(whole, totals, vectors.below(builder, rest))
             inside = builder.block
         merged = []
@@ -65,31 +67,47 @@ def _dots(builder: ir.IRBuilder, query: Any, keys: Any, dim: Any, last: Any, ahe
             merged.append(phi)
         store(builder, vectors.sums(builder, merged), pointer(builder, out, integer(0)))
 
-    strides = [builder.mul(dim, integer(j)) for j in range(4)]
+    ones = [builder.mul(dim, integer(j)) for j in range(4)]
     fours = [builder.mul(dim, integer(4 * j)) for j in range(4)]
-
-    def any_key(j: int) -> Any:
-        j = integer(j)
-        return builder.mul(dim, builder.select(builder.icmp_signed("<", j, last), j, last))
-
-    with builder.if_else(builder.icmp_signed(">=", last, integer(WIDTH - 1))) as (then, otherwise):
-        with then:
-            whole = builder.icmp_signed("!=", ahead, integer(0))
-            with builder.if_else(whole) as (fetching, plain):
+    with builder.if_else(builder.icmp_signed(">=", last, integer(WIDTH - 1))) as (all_keys, some):
+        with all_keys:
+            in_turn = lambda j: builder.add(fours[j // 4], ones[j % 4])  # few registers hold all places
+            with builder.if_else(builder.icmp_signed("!=", ahead, integer(0))) as (fetching, plain):
                 with fetching:
-                    emit(lambda j: builder.add(fours[j // 4], strides[j % 4]), True)
+                    emit(in_turn, True)
                 with plain:
-                    emit(lambda j: builder.add(fours[j // 4], strides[j % 4]), False)
-        with otherwise:
-            emit(any_key, False)
+                    emit(in_turn)
+        with some:
+            kept = [builder.select(builder.icmp_signed("<", integer(j), last), integer(j), last) for j in range(WIDTH)]
+            emit(lambda j: builder.mul(dim, kept[j]))
 
 
-def _values_tile(queries: int, chunks: int, masked: bool) -> Any:
+@instructions(_VOID, _INT, _INT)
+def _fetch(builder: ir.IRBuilder, address: Any, count: Any) -> None:
+    """Ask for so many floats from an address on, unless that is 0."""
+
+    def step(at: Any, state: Any) -> list[Any]:
+        vectors.prefetch(builder, pointer(builder, address, at))
+        return []
+
+    with builder.if_then(builder.icmp_signed("!=", address, integer(0))):
+        loop(builder, integer(0), count, integer(LINE), [], step)
+
+
+def _values_tile(queries: int, chunks: int, masked: bool, fetching: bool) -> Any:
     """out[g] += the sum over j of weights[g, j] * values[j], for so many queries and vectors of a value."""
     unrolled = max(1, 8 // (queries * chunks))
 
     def tile(
-        builder: ir.IRBuilder, values: Any, dim: Any, rest: Any, weights: Any, count: Any, out: Any, padded: Any
+        builder: ir.IRBuilder,
+        values: Any,
+        dim: Any,
+        rest: Any,
+        weights: Any,
+        count: Any,
+        ahead: Any,
+        out: Any,
+        padded: Any,
     ) -> None:
         mask = vectors.below(builder, rest) if masked else None
 
@@ -99,10 +117,11 @@ def _values_tile(queries: int, chunks: int, masked: bool) -> Any:
                 for u in range(steps):
                     at = builder.add(j, integer(u))
                     place = builder.mul(at, dim)
-                    parts = [
-                        load(builder, pointer(builder, values, builder.add(place, integer(WIDTH * c))), mask)
-                        for c in range(chunks)
-                    ]
+                    places = [builder.add(place, integer(WIDTH * c)) for c in range(chunks)]
+                    if fetching:
+                        for where in places:
+                            vectors.prefetch(builder, pointer(builder, ahead, where))
+                    parts = [load(builder, pointer(builder, values, where), mask) for where in places]
                     for g in range(queries):
                         where = builder.add(at, integer(g * _SCORES))
                         weight = builder.load(pointer(builder, weights, where), typ=vectors.FLOAT)
@@ -144,21 +163,23 @@ def _weighted(
     padded: Any,
     weights: Any,
     count: Any,
+    ahead: Any,
     out: Any,
     queries: Any,
-    _unused: Any,
 ) -> None:
-    """out[g, d] += the sum over j < count of weights[g, j] * values[j, d] for so many queries, d < dim."""
+    """out[g, d] += the sum over j < count of weights[g, j] * values[j, d] for so many queries, d < dim.
+
+    The places of values from ``ahead`` on are fetched.
+    """
 
     def chunk(at: Any, chunks: int, masked: bool) -> None:
         rest = builder.sub(dim, at)
-        part = pointer(builder, values, at)
-        part = builder.ptrtoint(part, vectors.INT)
+        part, later = (builder.add(address, builder.mul(at, integer(4))) for address in (values, ahead))
 
         def emit(g: Any, number: int) -> None:
             w = builder.ptrtoint(pointer(builder, weights, builder.mul(g, integer(_SCORES))), vectors.INT)
             o = builder.ptrtoint(pointer(builder, out, builder.add(builder.mul(g, padded), at)), vectors.INT)
-            _values_tile(number, chunks, masked)(builder, part, dim, rest, w, count, o, padded)
+            _values_tile(number, chunks, masked, True)(builder, part, dim, rest, w, count, later, o, padded)
 
         most = 4
         fours = builder.and_(queries, integer(-most))
@@ -251,10 +272,13 @@ def _decode(
     scaling: float,
     softcap: float,
     out: int,
+    coming: int,
+    coming_count: int,
     scratch: int,
 ) -> None:
     """One query of each head over the keys from ``begin`` to ``end``, where they are: blocks in turn, then heads."""
     heads = kv_heads * group
+    last = (end + block - 1) // block
     padded = (dim + WIDTH - 1) // WIDTH * WIDTH
     blocks, head_size, block_size = int32s(table), 4 * block * dim, 4 * kv_heads * block * dim
     scaled, sums = scratch, scratch + 4 * heads * padded
@@ -275,22 +299,26 @@ def _decode(
         largest[head], totals[head] = -math.inf, 0
     for low in range(begin, end, PIECE):
         high = min(low + PIECE, end)
+        begins, ends = low // block, (high + block - 1) // block
         nth, inside, at = low // block, low % block, low
         while at < high:
             size = min(block - inside, high - at, WIDTH)
             there = keys + blocks[nth] * block_size + 4 * inside * dim
             ahead = 0
-            if at + size < high:
-                ahead = there + 4 * size * dim
-                if inside + size == block:
-                    ahead = keys + blocks[nth + 1] * block_size
+            if nth + 1 < ends:
+                ahead = keys + blocks[nth + 1] * block_size + 4 * inside * dim
+            elif nth + 1 - ends + begins < ends:
+                ahead = values + blocks[nth + 1 - ends + begins] * block_size + 4 * inside * dim
             for head in range(kv_heads):
+                if ahead and size < WIDTH:
+                    _fetch(ahead, (block - inside) * dim)
+                fetched = ahead
                 for member in range(head * group, (head + 1) * group):
                     place = scores + 4 * (member * _SCORES + at - low)
-                    _dots(scaled + 4 * member * padded, there, dim, size - 1, ahead, place)
-                    ahead = 0
+                    _dots(scaled + 4 * member * padded, there, dim, size - 1, fetched, place)
+                    fetched = 0
                 there += head_size
-                ahead = 0
+                ahead += head_size if ahead else 0
             at += size
             inside += size
             if inside == block:
@@ -319,11 +347,21 @@ def _decode(
         while at < high:
             size = min(block - inside, high - at)
             there = values + blocks[nth] * block_size + 4 * inside * dim
+            ahead = 0
+            if nth + 1 < ends:
+                ahead = values + blocks[nth + 1] * block_size
+            elif nth + 1 < last:
+                ahead = keys + blocks[nth + 1] * block_size
+            elif nth + 1 - last < coming_count:
+                ahead = keys + int32s(coming)[nth + 1 - last] * block_size
             for head in range(kv_heads):
                 first = head * group
                 weights = scores + 4 * (first * _SCORES + at - low)
-                _weighted(there, dim, padded, weights, size, sums + 4 * first * padded, group, 0)
+                _weighted(there, dim, padded, weights, size, ahead or there, sums + 4 * first * padded, group)
+                if ahead and size < block:
+                    _fetch(ahead + 4 * size * dim, (block - size) * dim)
                 there += head_size
+                ahead += head_size if ahead else 0
             at, inside, nth = at + size, 0, nth + 1
     for head in range(heads):
         result, total = floats(out + 4 * head * dim), floats(sums + 4 * head * padded)
@@ -359,6 +397,12 @@ def attend(
     for row in range(num_rows):
         start, context = int64s(first)[row], int64s(computed)[row]
         table = tables + 4 * row * table_stride
+        coming, coming_count = 0, 0
+        if row + 1 < num_rows:
+            after = int64s(computed)[row + 1] + 1
+            skipped = max(after - window, 0) // block if window > 0 else 0
+            coming = table + 4 * (table_stride + skipped)
+            coming_count = (after + block - 1) // block - skipped
         for i in range(int64s(count)[row]):
             end = context + i + 1
             begin = max(end - window, 0) if window > 0 else 0
@@ -376,5 +420,7 @@ def attend(
                 scaling,
                 softcap,
                 out + 4 * (start + i) * out_stride,
+                coming,
+                coming_count,
                 scratch,
             )
