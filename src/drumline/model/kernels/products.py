@@ -38,7 +38,7 @@ FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 """How weights are stored."""
 
 MOST_ROWS = {FLOAT32: TILE, BFLOAT16: TILE, FLOAT16: 4}
-"""Of a tile with such weights: float16 is rare enough that more rows have their panel widened, which spares compiling."""
+"""Of a tile by storage. float16 is rare: more rows have their panel widened first, which spares compiling tiles."""
 BLOCK_ROWS, BLOCK_INPUTS = 20 * TILE, 1024
 """Of x that passes all panels before the next block: it, a panel and the next panel stay in the second cache."""
 WIDEN_ROWS = 3 * TILE
@@ -95,9 +95,10 @@ def _storage(weight: torch.Tensor) -> torch.dtype:
     """The narrowest type that loses nothing."""
     if weight.dtype != torch.float32:
         return weight.dtype
-    for dtype in (torch.bfloat16, torch.float16):
-        if all(torch.equal(piece.to(dtype).float(), piece) for piece in _pieces(weight)):
-            return dtype
+    if not any(np.bitwise_or.reduce(piece.view(torch.int32).numpy(), axis=None) & 0xFFFF for piece in _pieces(weight)):
+        return torch.bfloat16
+    if all(torch.equal(piece.half().float(), piece) for piece in _pieces(weight)):
+        return torch.float16
     return torch.float32
 
 
@@ -109,26 +110,33 @@ def _pieces(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @kernel
 def _lay_out(weight: int, rows: int, inputs: int, panels: int, kind: int) -> None:
-    """Rows of a matrix as panels: a few columns at a time, which stay in the first cache."""
+    """Rows of a matrix as panels: a few inputs at a time, so that what is written stays in the first cache."""
     for panel in range((rows + PANEL - 1) // PANEL):
+        first = panel * PANEL
         for start in range(0, inputs, 16):
             end = min(start + 16, inputs)
-            for column in range(PANEL):
-                row = panel * PANEL + column
-                source = row * inputs
-                place = column
-                if kind == BFLOAT16:
-                    place = column * 2 if column < LANES else (column - LANES) * 2 + 1
-                to = panel * inputs * PANEL + place
-                if kind == FLOAT32:
+            if kind == FLOAT32:
+                to = int32s(panels + 4 * first * inputs)
+                for column in range(PANEL):
+                    row = first + column
+                    source = int32s(weight + 4 * min(row, rows - 1) * inputs)
+                    mask = np.int32(-1 if row < rows else 0)
                     for k in range(start, end):
-                        int32s(panels)[to + k * PANEL] = int32s(weight)[source + k] if row < rows else np.int32(0)
-                else:
+                        to[k * PANEL + column] = source[k] & mask
+            else:
+                to = int32s(panels + 2 * first * inputs)
+                for word in range(LANES):
+                    low = first + (word if kind == BFLOAT16 else 2 * word)
+                    high = low + (LANES if kind == BFLOAT16 else 1)
+                    low_source = halves(weight + 2 * min(low, rows - 1) * inputs)
+                    high_source = halves(weight + 2 * min(high, rows - 1) * inputs)
+                    mask = np.int32((0xFFFF if low < rows else 0) | (-0x10000 if high < rows else 0))
                     for k in range(start, end):
-                        halves(panels)[to + k * PANEL] = halves(weight)[source + k] if row < rows else np.uint16(0)
+                        pair = np.int32(low_source[k]) | np.int32(high_source[k]) << np.int32(16)
+                        to[k * LANES + word] = np.int32(pair) & mask
 
 
-_I16, _I32, _I64, _POINTER = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.PointerType()
+_I32, _I64, _POINTER = ir.IntType(32), ir.IntType(64), ir.PointerType()
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _ITEMSIZE = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
 
