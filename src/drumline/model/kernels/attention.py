@@ -13,24 +13,43 @@ from numba.core import types
 
 from drumline.model.kernels import vectors
 from drumline.model.kernels.jit import floats, inlined, int32s, int64s
+from drumline.model.kernels.products import PANEL, TILE, tile
 from drumline.model.kernels.vectors import WIDTH, instructions, integer, load, loop, pointer, store
 
 PIECE = 256
 """Keys whose scores are held at once."""
 
-_SCORES = PIECE + WIDTH
-"""Floats between the scores of two heads: not a power of two, and dots() writes whole vectors."""
+_SCORES = PIECE + 2 * WIDTH
+"""Floats between the scores of two queries: not a power of two, and whole vectors are written."""
 
 LINE = 16
 """Floats of a cache line."""
 
+_COLUMNS = max(PANEL, WIDTH)
+"""Keys and dimensions are padded to this many."""
+
+_LOG2_E = math.log2(math.e)
+
 _INT, _FLOAT, _VOID = types.int64, types.float32, types.void
+
+
+QUERY_ROWS = 256
+"""Queries of one KV head that a piece of a prompt has, of all its query heads together, or those of one token."""
+
+STRIP = 2 * TILE
+"""Queries whose scores are held at once."""
+
+FEW = 3
+"""Rows with fewer tokens are treated as decoding ones, each token by itself."""
 
 
 def scratch_floats(kv_heads: int, group: int, dim: int) -> int:
     """Scratch that :func:`attend` needs, whatever the rows are, in floats."""
-    padded = -(-dim // WIDTH) * WIDTH
-    return kv_heads * group * (_SCORES + 2 * padded + 2)
+    padded, panels = -(-dim // WIDTH) * WIDTH, -(-dim // _COLUMNS) * _COLUMNS
+    decoding = kv_heads * group * (_SCORES + 2 * padded + 2)
+    queries = max(QUERY_ROWS // group, 1) * group
+    prompts = queries * (padded + panels + 2) + STRIP * _SCORES + PIECE * (padded + panels) + 2 * (WIDTH + 1)
+    return max(decoding, prompts)
 
 
 @instructions(_VOID, *[_INT] * 6)
@@ -212,49 +231,118 @@ def _weighted(
 def _largest(builder: ir.IRBuilder, scores: Any, count: Any) -> Any:
     """Of so many scores, a multiple of 16."""
 
-    def step(at: Any, state: Any) -> list[Any]:
-        found = load(builder, pointer(builder, scores, at))
-        return [builder.select(builder.fcmp_ordered(">", found, state[0]), found, state[0])]
+    def larger(a: Any, b: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
-    (best,) = loop(builder, integer(0), count, integer(WIDTH), [vectors.splat(-math.inf)], step)
+    def step(at: Any, state: Any) -> list[Any]:
+        return [
+            larger(load(builder, pointer(builder, scores, builder.add(at, integer(WIDTH * n)))), best)
+            for n, best in enumerate(state)
+        ]
+
+    even = builder.and_(count, integer(-4 * WIDTH))
+    a, b, c, d = loop(builder, integer(0), even, integer(4 * WIDTH), [vectors.splat(-math.inf)] * 4, step)
+    (best,) = loop(builder, even, count, integer(WIDTH), [larger(larger(a, b), larger(c, d))], step)
     return vectors.call(builder, "llvm.vector.reduce.fmax.v16f32", vectors.FLOAT, [best])
 
 
 @instructions(_FLOAT, _INT, _INT, _FLOAT)
 def _weigh(builder: ir.IRBuilder, scores: Any, count: Any, largest: Any) -> Any:
-    """Scores to e^(score - largest), their sum; so many, a multiple of 16."""
+    """Scores to 2^(score - largest), their sum; so many, a multiple of 16."""
     largest = vectors.spread(builder, largest)
 
     def step(at: Any, state: Any) -> list[Any]:
         place = pointer(builder, scores, at)
-        weights = vectors.exp(builder, builder.fsub(load(builder, place), largest))
+        weights = vectors.power_of_two(builder, builder.fsub(load(builder, place), largest))
         store(builder, weights, place)
         return [builder.fadd(state[0], weights)]
 
     (total,) = loop(builder, integer(0), count, integer(WIDTH), [vectors.splat(0.0)], step)
-    return vectors.call(
-        builder, "llvm.vector.reduce.fadd.v16f32", vectors.FLOAT, [ir.Constant(vectors.FLOAT, 0.0), total]
-    )
+    zero = ir.Constant(vectors.FLOAT, 0.0)
+    return vectors.call(builder, "llvm.vector.reduce.fadd.v16f32", vectors.FLOAT, [zero, total])
 
 
 @instructions(_VOID, _INT, _INT, _FLOAT)
 def _cap(builder: ir.IRBuilder, scores: Any, count: Any, cap: Any) -> None:
-    """Scores to tanh(score / cap) * cap; so many, a multiple of 16."""
+    """Scores to tanh(score) * cap; so many, a multiple of 16."""
     cap = vectors.spread(builder, cap)
 
     def step(at: Any, state: Any) -> list[Any]:
         place = pointer(builder, scores, at)
-        capped = vectors.tanh(builder, builder.fdiv(load(builder, place), cap))
-        store(builder, builder.fmul(capped, cap), place)
+        store(builder, builder.fmul(vectors.tanh(builder, load(builder, place)), cap), place)
         return []
 
     loop(builder, integer(0), count, integer(WIDTH), [], step)
 
 
 @instructions(_FLOAT, _FLOAT)
-def _exp(builder: ir.IRBuilder, x: Any) -> Any:
-    """e to the power of x, as :func:`_weigh` has it."""
-    return builder.extract_element(vectors.exp(builder, vectors.spread(builder, x)), ir.Constant(ir.IntType(32), 0))
+def _power_of_two(builder: ir.IRBuilder, x: Any) -> Any:
+    """2 to the power of x, as :func:`_weigh` has it."""
+    powers = vectors.power_of_two(builder, vectors.spread(builder, x))
+    return builder.extract_element(powers, ir.Constant(ir.IntType(32), 0))
+
+
+def _store_columns(builder: ir.IRBuilder, value: Any, out: Any, at: Any, between: Any) -> None:
+    """Sixteen floats of a row of panels; ``between``: floats from one panel to the next, where one is narrower."""
+    for n in range(_COLUMNS // PANEL if PANEL < WIDTH else 1):
+        lanes = [lane + n * PANEL for lane in range(min(PANEL, WIDTH))]
+        part = builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
+        store(builder, part, pointer(builder, out, builder.add(at, builder.mul(between, integer(n)))))
+
+
+@instructions(_VOID, *[_INT] * 4)
+def _pack_keys(builder: ir.IRBuilder, addresses: Any, dim: Any, between: Any, out: Any) -> None:
+    """Sixteen keys at these addresses to sixteen columns of a panel [dim, PANEL], whose rows are padded to 16."""
+    places = [builder.load(pointer(builder, addresses, integer(2 * j)), typ=vectors.INT) for j in range(WIDTH)]
+
+    def step(at: Any, state: Any, mask: Any = None) -> list[Any]:
+        rows = [load(builder, pointer(builder, place, at), mask) for place in places]
+        for n, column in enumerate(vectors.transposed(builder, rows)):
+            _store_columns(builder, column, out, builder.mul(builder.add(at, integer(n)), integer(PANEL)), between)
+        return []
+
+    whole = builder.and_(dim, integer(-WIDTH))
+    loop(builder, integer(0), whole, integer(WIDTH), [], step)
+    with builder.if_then(builder.icmp_signed("<", whole, dim), likely=False):
+        step(whole, [], vectors.below(builder, builder.sub(dim, whole)))
+
+
+@instructions(_VOID, *[_INT] * 4)
+def _pack_values(builder: ir.IRBuilder, addresses: Any, dim: Any, between: Any, out: Any) -> None:
+    """Sixteen values at these addresses to sixteen rows of panels [keys, PANEL], ``between`` floats apart."""
+    places = [builder.load(pointer(builder, addresses, integer(2 * j)), typ=vectors.INT) for j in range(WIDTH)]
+
+    def step(at: Any, state: Any, mask: Any = None) -> list[Any]:
+        panel, column = builder.udiv(at, integer(PANEL)), builder.urem(at, integer(PANEL))
+        to = builder.add(builder.mul(panel, between), column)
+        for j, place in enumerate(places):
+            row = load(builder, pointer(builder, place, at), mask)
+            _store_columns(builder, row, out, builder.add(to, integer(j * PANEL)), between)
+        return []
+
+    whole = builder.and_(dim, integer(-WIDTH))
+    loop(builder, integer(0), whole, integer(WIDTH), [], step)
+    with builder.if_then(builder.icmp_signed("<", whole, dim), likely=False):
+        step(whole, [], vectors.below(builder, builder.sub(dim, whole)))
+
+
+@inlined
+def _softmax(scores: int, first: int, end: int, cap: float, before: float) -> tuple[float, float]:
+    """Scores from ``first`` to ``end`` of a row to weights 2^(score - largest), 0 around them up to multiples of 16.
+
+    Scores are logarithms to base 2, or with a cap what it is to be multiplied with. ``before``: the largest so far; the
+    largest and the sum of the weights come back.
+    """
+    low, high = first // WIDTH * WIDTH, (end + WIDTH - 1) // WIDTH * WIDTH
+    if cap > 0:
+        _cap(scores + 4 * low, high - low, cap)
+    row = floats(scores)
+    for place in range(low, first):
+        row[place] = -math.inf
+    for place in range(end, high):
+        row[place] = -math.inf
+    largest = max(before, _largest(scores + 4 * low, high - low))
+    return largest, _weigh(scores + 4 * low, high - low, largest)
 
 
 @inlined
@@ -284,6 +372,7 @@ def _decode(
     scaled, sums = scratch, scratch + 4 * heads * padded
     scores = sums + 4 * heads * padded
     largest, totals = floats(scores + 4 * heads * _SCORES), floats(scores + 4 * heads * (_SCORES + 1))
+    cap, scaling = (softcap * _LOG2_E, scaling / softcap) if softcap > 0 else (0.0, scaling * _LOG2_E)
     for head in range(heads):
         source, to, total = (
             floats(query + 4 * head * dim),
@@ -323,19 +412,12 @@ def _decode(
             inside += size
             if inside == block:
                 nth, inside = nth + 1, 0
-        count = (high - low + WIDTH - 1) // WIDTH * WIDTH
         for head in range(heads):
-            mine = scores + 4 * head * _SCORES
-            if softcap > 0:
-                _cap(mine, count, softcap)
-            for place in range(high - low, count):
-                floats(mine)[place] = -math.inf
             before = largest[head]
-            best = max(before, _largest(mine, count))
+            best, total = _softmax(scores + 4 * head * _SCORES, 0, high - low, cap, before)
             largest[head] = best
-            total = _weigh(mine, count, best)
             if low > begin and best > before:
-                scale = _exp(before - best)
+                scale = _power_of_two(before - best)
                 total += totals[head] * scale
                 mine_sums = floats(sums + 4 * head * padded)
                 for d in range(padded):
@@ -371,6 +453,128 @@ def _decode(
 
 
 @inlined
+def _prompt(
+    q: int,
+    q_stride: int,
+    count: int,
+    context: int,
+    table: int,
+    keys: int,
+    values: int,
+    block: int,
+    kv_heads: int,
+    group: int,
+    dim: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+    out: int,
+    out_stride: int,
+    scratch: int,
+) -> None:
+    """Queries of a row as rows of matrix products, those of one KV head together: token by token, then its heads.
+
+    For each piece of queries, each piece of the keys that it sees is packed into panels; then strips of queries take
+    their scores over them, weights and sums of values. What a later piece of keys makes larger is scaled.
+    """
+    blocks, head_size, block_size = int32s(table), 4 * block * dim, 4 * kv_heads * block * dim
+    padded = (dim + WIDTH - 1) // WIDTH * WIDTH
+    panels = (dim + _COLUMNS - 1) // _COLUMNS * _COLUMNS
+    most = max(QUERY_ROWS // group, 1)
+    addresses = (scratch + 7) // 8 * 8
+    scaled = scratch + 4 * 2 * (WIDTH + 1)
+    sums = scaled + 4 * most * group * padded
+    scores = sums + 4 * most * group * panels
+    packed_keys = scores + 4 * STRIP * _SCORES
+    packed_values = packed_keys + 4 * PIECE * padded
+    largest = floats(packed_values + 4 * PIECE * panels)
+    totals = floats(packed_values + 4 * (PIECE * panels + most * group))
+    cap, scaling = (softcap * _LOG2_E, scaling / softcap) if softcap > 0 else (0.0, scaling * _LOG2_E)
+    for head in range(kv_heads):
+        for start in range(0, count, most):
+            tokens = min(most, count - start)
+            rows = tokens * group
+            for token in range(tokens):
+                source = floats(q + 4 * ((start + token) * q_stride + head * group * dim))
+                for member in range(group):
+                    to = floats(scaled + 4 * (token * group + member) * padded)
+                    for d in range(dim):
+                        to[d] = source[member * dim + d] * scaling
+            result = floats(sums)
+            for n in range(rows * panels):
+                result[n] = 0
+            for n in range(rows):
+                largest[n], totals[n] = -math.inf, 0
+            end = context + start + tokens
+            begin = max(context + start + 1 - window, 0) if window > 0 else 0
+            for low in range(begin, end, PIECE):
+                high = min(low + PIECE, end)
+                nth, inside = low // block, low % block
+                place = head * head_size + blocks[nth] * block_size + 4 * inside * dim
+                for at in range(0, high - low, WIDTH):
+                    for j in range(WIDTH):
+                        int64s(addresses)[j] = keys + place
+                        if low + at + j + 1 < high:  # else the last one again
+                            place, inside = place + 4 * dim, inside + 1
+                            if inside == block:
+                                nth, inside = nth + 1, 0
+                                place = head * head_size + blocks[nth] * block_size
+                    column = at // PANEL * PANEL
+                    to = packed_keys + 4 * (column * padded + at - column)
+                    _pack_keys(addresses, dim, padded * PANEL, to)
+                    for j in range(WIDTH):
+                        int64s(addresses)[j] += values - keys
+                    _pack_values(addresses, dim, PIECE * PANEL, packed_values + 4 * at * PANEL)
+                for strip in range(0, rows, STRIP):
+                    size = min(STRIP, rows - strip)
+                    seen = context + start + strip // group + 1  # by the first query of the strip, and by its last:
+                    right = min(context + start + (strip + size - 1) // group + 1, high) - low
+                    left = max(seen - window - low, 0) if window > 0 else 0
+                    if right <= left:
+                        continue
+                    for column in range(left // PANEL * PANEL, right, PANEL):
+                        to = scores + 4 * column
+                        panel = packed_keys + 4 * column * padded
+                        tile(scaled + 4 * strip * padded, padded, size, panel, dim, to, _SCORES, 0)
+                    for n in range(size):
+                        seen = context + start + (strip + n) // group + 1
+                        first = max(seen - window - low, left) if window > 0 else 0
+                        mine, row = scores + 4 * n * _SCORES, floats(scores + 4 * n * _SCORES)
+                        last = min(seen - low, right)
+                        if last <= first:
+                            for column in range(left, right):
+                                row[column] = 0
+                            continue
+                        before = largest[strip + n]
+                        best, total = _softmax(mine, first, last, cap, before)
+                        for column in range(left, first // WIDTH * WIDTH):
+                            row[column] = 0
+                        for column in range((last + WIDTH - 1) // WIDTH * WIDTH, right):
+                            row[column] = 0
+                        largest[strip + n] = best
+                        if totals[strip + n] > 0 and best > before:
+                            scale = _power_of_two(before - best)
+                            total += totals[strip + n] * scale
+                            result = floats(sums + 4 * (strip + n) * panels)
+                            for d in range(panels):
+                                result[d] *= scale
+                        else:
+                            total += totals[strip + n]
+                        totals[strip + n] = total
+                    for column in range(0, dim, PANEL):
+                        panel = packed_values + 4 * (column * PIECE + left * PANEL)
+                        to = sums + 4 * (strip * panels + column)
+                        tile(scores + 4 * left, _SCORES, size, panel, right - left, to, panels, 1)
+            for token in range(tokens):
+                to = floats(out + 4 * ((start + token) * out_stride + head * group * dim))
+                for member in range(group):
+                    result = floats(sums + 4 * (token * group + member) * panels)
+                    scale = 1 / totals[token * group + member]
+                    for d in range(dim):
+                        to[member * dim + d] = result[d] * scale
+
+
+@inlined
 def attend(
     q: int,
     q_stride: int,
@@ -397,13 +601,35 @@ def attend(
     for row in range(num_rows):
         start, context = int64s(first)[row], int64s(computed)[row]
         table = tables + 4 * row * table_stride
+        new = int64s(count)[row]
+        if new >= FEW:
+            _prompt(
+                q + 4 * start * q_stride,
+                q_stride,
+                new,
+                context,
+                table,
+                keys,
+                values,
+                block,
+                kv_heads,
+                group,
+                dim,
+                scaling,
+                window,
+                softcap,
+                out + 4 * start * out_stride,
+                out_stride,
+                scratch,
+            )
+            continue
         coming, coming_count = 0, 0
         if row + 1 < num_rows:
             after = int64s(computed)[row + 1] + 1
             skipped = max(after - window, 0) // block if window > 0 else 0
             coming = table + 4 * (table_stride + skipped)
             coming_count = (after + block - 1) // block - skipped
-        for i in range(int64s(count)[row]):
+        for i in range(new):
             end = context + i + 1
             begin = max(end - window, 0) if window > 0 else 0
             _decode(
