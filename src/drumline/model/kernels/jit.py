@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-FASTMATH = frozenset({"reassoc", "contract", "nsz", "arcp", "afn"})
+FASTMATH = {"reassoc", "contract", "nsz", "arcp", "afn"}
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def kernel(function: F) -> F:
 
 def inlined(function: F) -> F:
     """A compiled part of kernels. Not kept by itself: whoever calls it has it inside."""
-    compiled: F = numba.njit(nogil=True, fastmath=set(FASTMATH), error_model="numpy")(function)
+    compiled: F = numba.njit(nogil=True, fastmath=FASTMATH, error_model="numpy")(function)
     return compiled
 
 
