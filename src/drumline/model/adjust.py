@@ -261,6 +261,10 @@ class Adjuster:
         amounts = [self._asked[slot].sampling.repetition_penalty for slot in slots.tolist()]
         return torch.tensor(amounts, dtype=torch.float32, device=self._device)
 
+    def concerns(self, slots: Ints) -> bool:
+        """Some of these slots ask for something."""
+        return any(slot in self._asked for slot in slots.tolist()) if self._asked else False
+
     def adjustments(self, slots: Ints, tokens: Ints, num_tokens: Ints, num_prompt: Ints) -> Adjustments | None:
         """For a batch of ``slots`` [rows], whose tokens are ``tokens[slot, :num_tokens[slot]]``. None: nothing to do.
 

@@ -59,6 +59,8 @@ class Stage:
 
     samples = True
     """Whether this stage has the head, and so the sampler."""
+    alone = True
+    """There is no other stage."""
 
     def prepare(self, plan: StepPlan, slots: SlotTable) -> None:
         """Put sampled tokens in place that this step needs. Slots are as after the plan's changes."""
@@ -82,6 +84,8 @@ class Stage:
 
 class _Receiving(Stage):
     """A stage that has one before it."""
+
+    alone = False
 
     def __init__(self, group: PipelineGroup, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._group = group
@@ -123,7 +127,7 @@ class _Expected:
 class FirstStage(Stage):
     """Looks tokens up, and so wants to know what was sampled."""
 
-    samples = False
+    samples = alone = False
 
     def __init__(self, group: PipelineGroup, steps_in_flight: int) -> None:
         self._group = group

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +56,8 @@ MORE = 4096
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """What the rows of a step ask for; arrays of [S]."""
+    """What the rows of a step ask for; arrays of [S]. ``output_index`` may be counted up for the next step, all else
+    stays."""
 
     temperature: Floats
     top_p: Floats
@@ -70,6 +72,22 @@ class SamplingRows:
     """Number of top log-probabilities; -1: none."""
     adjustments: Adjustments | None = None
     """Bans, biases and penalties."""
+
+    @cached_property
+    def greedy(self) -> bool:
+        """All rows are."""
+        return not bool((self.temperature > 0).any())
+
+    @cached_property
+    def cut(self) -> npt.NDArray[np.bool_]:
+        """[S] random rows with min-p, top-k or top-p."""
+        found: npt.NDArray[np.bool_] = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)
+        return found & (self.temperature > 0)
+
+    @cached_property
+    def logged(self) -> Longs:
+        """Rows that ask for log-probabilities."""
+        return np.flatnonzero(self.logprobs >= 0)
 
     def chosen(self, rows: Longs) -> SamplingRows:
         """Some rows, without adjustments."""
@@ -105,14 +123,12 @@ class Sampler:
 
         ``logits`` [S, size of this rank's range], float32; may be changed. A collective of the group.
         """
-        logged = np.flatnonzero(rows.logprobs >= 0)
-        raw = logits
+        logged, raw = rows.logged, logits
         if len(logged) and (len(logged) < len(logits) or rows.adjustments is not None):
             raw = logits[torch.from_numpy(logged).to(logits.device)]
         if rows.adjustments is not None:
             rows.adjustments.apply(logits)
-        random = rows.temperature > 0
-        tokens = self._tokens(logits, rows, random) if random.any() else self._agreed(_largest(logits))[0]
+        tokens = self._likeliest(logits) if rows.greedy else self._tokens(logits, rows)
         if not len(logged):
             return tokens, []
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
@@ -128,9 +144,16 @@ class Sampler:
         """
         return token_logprobs(logits, tokens, counts, self._ranges, self._group, wanted=self._wants_logprobs)
 
-    def _tokens(self, logits: torch.Tensor, rows: SamplingRows, random: npt.NDArray[np.bool_]) -> Ints:
+    def _likeliest(self, logits: torch.Tensor) -> Ints:
+        """Tokens of a batch of greedy rows."""
+        if self._group.size == 1 and logits.is_cpu:
+            found: Longs = logits.numpy().argmax(axis=1)
+            return found.astype(np.int32)
+        return self._agreed(_largest(logits))[0]
+
+    def _tokens(self, logits: torch.Tensor, rows: SamplingRows) -> Ints:
         """Tokens of a batch with rows that are not greedy."""
-        cut = random & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
+        random, cut = rows.temperature > 0, rows.cut
         kinds = ((~random, self._greedy), (random & ~cut, self._draw), (cut, self._draw_cut))
         whole = [kind for mask, kind in kinds if mask.all()]
         if whole:

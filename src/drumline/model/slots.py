@@ -132,17 +132,27 @@ class SlotTable:
         self.tokens[slots, self.num_tokens[slots]] = tokens
         self.num_tokens[slots] += 1
         self.sampled_by[slots] = step
+        self.count(slots, tokens)
+
+    def count(self, slots: Ints, tokens: Ints) -> None:
+        """Let penalties know of sampled tokens; part of :meth:`append_tokens`."""
         if self._adjuster is not None:
             self._adjuster.sampled(slots, tokens)
 
-    def sampling_rows(self, slots: Ints) -> SamplingRows:
-        """What these slots ask for, for their next token."""
+    def adjusts(self, slots: Ints) -> bool:
+        """Logits of some of these slots are changed before sampling, in a way that depends on their tokens."""
+        return self._adjuster is not None and self._adjuster.concerns(slots)
+
+    def sampling_rows(self, slots: Ints, output_index: npt.NDArray[np.int64] | None = None) -> SamplingRows:
+        """What these slots ask for, for their next token. ``output_index``: instead of what their tokens give."""
+        if output_index is None:
+            output_index = (self.num_tokens[slots] - self.num_prompt[slots]).astype(np.int64)
         return SamplingRows(
             temperature=self.temperature[slots],
             top_p=self.top_p[slots],
             top_k=self.top_k[slots],
             seed=self.seed[slots],
-            output_index=(self.num_tokens[slots] - self.num_prompt[slots]).astype(np.int64),
+            output_index=output_index,
             min_p=self.min_p[slots],
             logprobs=self.logprobs[slots],
             adjustments=None
