@@ -83,6 +83,7 @@ def _receive(channel: socket.socket) -> Any:
 
 
 def _host(channel: socket.socket) -> None:
+    import drumline.model.kernels.ready
     import drumline.model.worker  # noqa: F401  imported once, here
     from drumline.model.spec import read_spec
 
@@ -188,10 +189,10 @@ def _rank(channel: socket.socket, config: EngineConfig, rank: int, init_method: 
 
 
 def parameter_bytes(worker: Any) -> int:
-    """Bytes of all parameters of a rank, shared ones once. The lean forward has taken the matrices over."""
+    """Bytes of all parameters of a rank whose modules have them, shared ones once."""
     parameters = [parameter for parameter in worker.model.parameters() if not parameter.is_meta]
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
-    return sum(storages.values()) + int(worker.runner.forward.nbytes)
+    return sum(storages.values())
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def test_a_rank_holds_its_share(rank_host: RankHost, tiny: Tiny) -> None:
     whole = sum(parameter.nbytes for parameter in model.parameters())
     replicated = sum(p.nbytes for name, p in model.named_parameters() if "norm" in name or "o_proj.bias" in name)
     replicated += sum(p.nbytes for name, p in model.named_parameters() if "down_proj.bias" in name)
-    rank_host_start(rank_host, folder, 3)
+    rank_host_start(rank_host, folder, 3, model_impl="transformers")
     assert sum(rank_host.call("parameter_bytes")) == whole + 2 * replicated
     heads = [spec.num_kv_heads for spec in rank_host.call("get_kv_cache_spec")]
     assert heads == [1, 1, 1]
