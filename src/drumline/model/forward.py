@@ -28,6 +28,9 @@ class Forward(Protocol):
         ``ids`` and ``positions`` [T] int64: the rows of the step, packed. A pipeline stage after the first gets hidden
         states [T, H] in the model's type in place of ``ids``; one before the last ignores ``keep`` and gives hidden
         states [T, H].
+
+        The very same objects may come again, with other numbers in them (``model.steady``). Then what was returned for
+        them before is not looked at any more.
         """
 
 

@@ -190,7 +190,11 @@ class ModelRunner:
             rows.set_tables()
             if not rows.room:
                 self._check_rows(plan, rows.slots, rows.counts, rows.computed)
-        batch = self._batch(rows.tables, rows.computed, rows.counts, rows.slots, rows.continues)
+        assert self._cache is not None
+        if self.forward.gathers:
+            batch = self._batch(rows.tables, rows.computed, rows.counts, rows.slots, rows.continues)
+        else:
+            batch = rows.lasting_batch(self._cache, self._device)
         ids, positions, every = rows.ids, rows.positions, rows.every
         if self._device.type != "cpu":
             ids, positions, every = (tensor.to(self._device) for tensor in (ids, positions, every))

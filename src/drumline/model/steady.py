@@ -11,15 +11,19 @@ nothing else happens. Then every check of the general way holds, since it held f
 slot starts or is freed, a prompt, other rows, sampling deferred, a contradiction) goes the general way, which finds the
 slots up to date: they are written in each step.
 
-Arrays are used by the step only: who keeps one for longer must copy it.
+Arrays are used by the step only: who keeps one for longer must copy it. A forward that finds its way by itself
+(``Forward.gathers``) gets the same batch and the same tensors each time, as long as no block is added.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from drumline.model.attention import AttentionBatch, KVCache
 from drumline.model.sampling import SamplingRows
 from drumline.model.slots import Ints, SlotTable
 from drumline.plan.step import StepPlan, pack
@@ -39,6 +43,8 @@ class SteadyRows:
         """[B] tokens before the next step, as a plan says it."""
         self.counts: Ints = np.ones(count, dtype=np.int32)
         """[B] tokens of each row in the step."""
+        self.batch: AttentionBatch | None = None
+        """Of the last step, until blocks are appended; for forwards that do not gather."""
         counters = np.empty((3, count), dtype=np.int64)
         counters[0] = self.computed
         counters[1] = slots.astype(np.int64) * state.tokens.shape[1] + known
@@ -67,9 +73,18 @@ class SteadyRows:
         blocks = state.num_blocks[slots]
         self.tables: Ints = state.tables[slots, : int(blocks.max())]
         """[B, N] block ids."""
+        self.batch = None
         most = np.minimum(blocks * self._block_size, state.max_tokens - 1)
         self.room = int((most - self.computed).min())
         """Steps that the blocks and the slots have room for."""
+
+    def lasting_batch(self, cache: KVCache, device: torch.device) -> AttentionBatch:
+        """What a forward that does not gather needs of the rows: the same object again, if no block was appended."""
+        if self.batch is None:
+            computed: npt.NDArray[Any] = self._counters[0]  # int64, as kernels take it
+            ones: npt.NDArray[Any] = np.ones(len(self.slots), dtype=np.int64)
+            self.batch = AttentionBatch(cache, self.tables, computed, ones, cache.data.dtype, device)
+        return self.batch
 
     def follow(self, plan: StepPlan) -> bool:
         """The rows of this plan are these, each with its next token, and nothing else happens."""

@@ -280,7 +280,8 @@ def run(code: Longs, numbers: Doubles, regs: Longs, pc: int) -> int:
         f, g, h, i = code[pc, 7], code[pc, 8], code[pc, 9], code[pc, 10]
         f0, f1 = numbers[pc, 0], numbers[pc, 1]
         if op == _PRODUCT:
-            product(regs[a], b, rows, e, f, g, h, regs[c], d, i, scratch)
+            if rows:  # no logits may be wanted
+                product(regs[a], b, rows, e, f, g, h, regs[c], d, i, scratch)
         elif op == _RMS:
             _rms_norm(regs[a] + 4 * c, b, regs[d] + 4 * f, e, g, h, i, f0, rows)
         elif op == _ATTEND:
