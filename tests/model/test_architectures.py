@@ -55,6 +55,9 @@ class ThreadMember:
         self.group.barrier.wait()
         return tensor.copy_(total)
 
+    def one_shot(self) -> None:
+        """Threads have none."""
+
 
 class Split:
     """A model on tp x len(stages) ranks, and their KV caches."""

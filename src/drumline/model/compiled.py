@@ -2,8 +2,8 @@
 
 Building it lays the weights out for the kernels, one matrix after the other, each freed as it is done; a checkpoint of
 16-bit numbers stays in 16 bits (``kernels.products.Panels``). A step fills registers with the addresses of its rows and
-runs the program. It comes back for what is not compiled: sums over the group, norms over more heads than this rank has,
-activations that no kernel has.
+runs the program. It comes back for what is not compiled: norms over more heads than this rank has, activations that no
+kernel has, sums over ranks that are late or through anything but shared memory.
 
 Memory beside weights: buffers for the rows of the largest step so far. All of them stay, since a new one each step
 would be touched for the first time each time.
@@ -23,9 +23,10 @@ from drumline.model import flat
 from drumline.model.attention import AttentionBatch, KVCache
 from drumline.model.kernels import attention, products
 from drumline.model.kernels.products import Panels
-from drumline.model.kernels.step import WIDTH, Op, Reg, Rows, run
+from drumline.model.kernels.step import WIDTH, Op, Reg, Rows, Stop, Sum, run
 from drumline.model.layers import TPGroup
 from drumline.model.linears import narrow_storage
+from drumline.parallel.shm import OneShot
 
 LEAST_ROWS = 64
 """Rows that buffers have at least."""
@@ -70,6 +71,39 @@ class _Buffers:
         return found
 
 
+class _Sum:
+    """A group that the program sums over, as the program sees it."""
+
+    def __init__(self, one_shot: OneShot) -> None:
+        self._one_shot = one_shot
+        slots = [address for turn in one_shot.slots for address in turn]
+        head = [len(one_shot.others) + 1, one_shot.place, 0, 0, 0, 0, one_shot.own]
+        self._numbers = np.array([*head, *one_shot.others, *slots], dtype=np.int64)
+        self.address = self._numbers.ctypes.data
+
+    def take_state(self) -> None:
+        """Before the program runs."""
+        self._numbers[Sum.TURN], self._numbers[Sum.NUMBER] = self._one_shot.state
+        self._numbers[Sum.MOST_BYTES], self._numbers[Sum.LOOKS] = self._one_shot.most_bytes, self._one_shot.looks
+
+    def give_state(self) -> None:
+        """Before anybody else uses the group."""
+        self._one_shot.state = int(self._numbers[Sum.TURN]), int(self._numbers[Sum.NUMBER])
+
+    def stopped(self, registers: npt.NDArray[np.int64], otherwise: Callable[[], None]) -> None:
+        """Do what the program came back for; ``otherwise`` sums what is too large for one shot."""
+        number = int(self._numbers[Sum.NUMBER])
+        why = registers[Reg.PHASE]
+        if why == Stop.LARGE:
+            otherwise()
+            return
+        registers[Reg.PHASE] = Stop.READ
+        if why == Stop.WAKE:
+            self._one_shot.wake(number)
+        else:
+            self._one_shot.wait(number)
+
+
 class CompiledForward:
     """Runs a loaded model (``loader.load_model``) in float32 on the CPU. Takes its parameters over."""
 
@@ -87,6 +121,7 @@ class CompiledForward:
         """What instructions have addresses of."""
         self._panels: list[Panels] = []
         self._tables: list[torch.Tensor] = []
+        self._sums: list[_Sum] = []
         self._vocab = 0 if read.head is None else read.head.weight.shape[0]
         self._rope = {name: self._keep(table.float().contiguous()) for name, table in read.rope.items()}
         qkv_width = (read.q_heads + 2 * read.kv_heads) * read.head_dim
@@ -131,12 +166,25 @@ class CompiledForward:
         x, logits = self._rows
         code, numbers = self._program
         reg = self._registers
+        reg[Reg.PHASE] = Stop.START
+        self._take_states()
         pc = run(code, numbers, reg, 0)
         while pc < len(code) - 1:
-            self._calls[code[pc, 2]]()
-            pc = run(code, numbers, reg, pc + 1)
+            self._give_states()
+            self._calls[code[pc, -1]]()
+            self._take_states()
+            pc = run(code, numbers, reg, pc + (code[pc, 0] == Op.CALL))
+        self._give_states()
         self._inputs_before = inputs
         return logits if self._last else x
+
+    def _take_states(self) -> None:
+        for summing in self._sums:
+            summing.take_state()
+
+    def _give_states(self) -> None:
+        for summing in self._sums:
+            summing.give_state()
 
     def _set_rows(self, ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, keep: torch.Tensor) -> None:
         """Addresses of a step's rows, and memory for what it computes."""
@@ -214,7 +262,8 @@ class CompiledForward:
         self._numbers.append([f0, f1])
 
     def _call(self, function: Callable[[], None]) -> None:
-        self._add(Op.CALL, len(self._calls))
+        self._add(Op.CALL)
+        self._code[-1][-1] = len(self._calls)
         self._calls.append(function)
 
     def _build(self, read: flat.Model) -> None:
@@ -347,10 +396,23 @@ class CompiledForward:
     # --- what is not compiled ----------------------------------------------------------------------------------------
 
     def _reduce(self, group: TPGroup, reg: Reg) -> None:
-        if reg is Reg.X:
-            self._call(lambda: _sum_in_place(group, self._rows[0]))
-        else:
-            self._call(lambda: _sum_in_place(group, self._buffers.view(reg, len(self._rows[0]))))
+        def call() -> None:
+            rows = len(self._rows[0])
+            tensor = self._rows[0] if reg is Reg.X else self._buffers.view(reg, rows)
+            summed = group.all_reduce(tensor)
+            if summed.data_ptr() != tensor.data_ptr():
+                tensor.copy_(summed)
+
+        one_shot = group.one_shot()
+        if one_shot is None:
+            self._call(call)
+            return
+        if not self._sums:
+            self._sums.append(_Sum(one_shot))
+        summing = self._sums[0]  # there is one group that sums
+        self._add(Op.SUM, reg, self._hidden, summing.address)
+        self._code[-1][-1] = len(self._calls)
+        self._calls.append(lambda: summing.stopped(self._registers, call))
 
     def _split_norm(self, norm: nn.Module, start: int, stop: int) -> Callable[[], None]:
         def call() -> None:
@@ -366,9 +428,3 @@ class CompiledForward:
             up[:, :width] = first * up[:, width : 2 * width] if gated else first
 
         return call
-
-
-def _sum_in_place(group: TPGroup, tensor: torch.Tensor) -> None:
-    summed = group.all_reduce(tensor)
-    if summed.data_ptr() != tensor.data_ptr():
-        tensor.copy_(summed)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from drumline.parallel.shards import Range
+from drumline.parallel.shm import OneShot
 
 
 class TPGroup(Protocol):
@@ -28,6 +29,9 @@ class TPGroup(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over all members, in place."""
+
+    def one_shot(self) -> OneShot | None:
+        """How compiled code sums by itself; None if it cannot."""
 
 
 class RowParallelLinear(nn.Module):

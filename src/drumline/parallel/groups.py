@@ -27,7 +27,7 @@ from drumline.errors import ConfigError
 from drumline.parallel.c10d import Maker, ProcessGroup
 from drumline.parallel.layout import GroupKind, Layout
 from drumline.parallel.rendezvous import memory_of
-from drumline.parallel.shm import World
+from drumline.parallel.shm import OneShot, ShmGroup, World
 
 
 class Collectives(Protocol):
@@ -198,6 +198,11 @@ class GroupCoordinator:
         """Reduce over all members (``sum``, ``max``, ``min``), in place; returns the tensor."""
         self._collectives.all_reduce(tensor, op)
         return tensor
+
+    def one_shot(self) -> OneShot | None:
+        """How compiled code sums over all members by itself; None if nothing here lets it."""
+        collectives = self._collectives
+        return collectives.one_shot() if isinstance(collectives, ShmGroup) else None
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """All members' tensors, concatenated along ``dim`` in group order.

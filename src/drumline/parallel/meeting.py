@@ -191,7 +191,7 @@ class Meeting:
         self._own = at.pop(members.rank)
         self._others = tuple(at.values())
         self._ranks = {word: rank for rank, word in at.items()}
-        self._number = self._words[self._own]
+        self.number = self._words[self._own]
         self._sleep_marks = tuple(word + 1 for word in self._others)
         self._gate = members.boxes.gate_at(kind, ranks[0]) // 4
         self._wake = members.wake_arguments(self._gate)
@@ -205,7 +205,7 @@ class Meeting:
 
     def come(self) -> int:
         """Say that I am here. The number of this meeting, for :meth:`wait`."""
-        self._number = number = (self._number + 1) & _MASK
+        self.number = number = (self.number + 1) & _MASK
         words = self._words
         order()
         words[self._own] = number
@@ -215,11 +215,19 @@ class Meeting:
                 return number
         for at in self._sleep_marks:
             if words[at]:
-                words[self._gate] = number
-                order()
-                _wake_call(*self._wake)
+                self.open_gate(number)
                 break
         return number
+
+    def open_gate(self, number: int) -> None:
+        """Wake those who sleep: all have come to meeting ``number``."""
+        self._words[self._gate] = number
+        order()
+        _wake_call(*self._wake)
+
+    def words(self) -> tuple[int, tuple[int, ...]]:
+        """Numbers of this rank's word and of the others'; each is before its owner's mark."""
+        return self._own, self._others
 
     def wait(self, number: int, operation: str) -> None:
         """Wait until all others have come to a meeting, or further. Errors as :meth:`meet`."""

@@ -68,6 +68,9 @@ nothing by shares at any size: each reads the other's tensor once, one way or th
 CROWDED_ONE_SHOT_BYTES = 256 << 10
 """The same with more ranks than cores, where a second meeting costs more than the sums."""
 
+LOOK_NS = 500
+"""About what it takes to look at a word and to give the core away."""
+
 _REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 _HALVES = (torch.bfloat16, torch.float16)
 _PLANS = 1024
@@ -118,6 +121,11 @@ class World:
         self._members.close()
 
 
+def buffer_address(buffer: memoryview) -> int:
+    """Where a writable buffer is."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
 # Moves bytes without fetching the lines that it overwrites, which the others have read last: a fifth faster than torch.
 # It keeps the GIL: waiting for it afterwards would cost more than the move.
 _move = ctypes.PyDLL(None).memmove
@@ -154,6 +162,52 @@ class _Shares(NamedTuple):
     """This rank's share, in everybody's slot."""
     results: list[tuple[int, torch.Tensor]]
     """Each other member's share, in its own slot."""
+
+
+class OneShot:
+    """One-shot sums of float32 by compiled code, in step with those of :class:`ShmGroup`: the same turns, slots,
+    meetings and order of additions, so that it does not matter to a rank which of the two its neighbours use.
+
+    Whoever sums takes ``state`` before, and hands it back changed: each sum is one turn and one meeting. To come to a
+    meeting is: own word = number; fence; if all others are there and a mark is set, :meth:`wake`.
+    """
+
+    def __init__(
+        self, group: ShmGroup, place: int, own: int, others: Sequence[int], slots: Sequence[Sequence[int]]
+    ) -> None:
+        self._group = group
+        self.place = place
+        """Of this rank among the members."""
+        self.own = own
+        """Address of this rank's word (uint32)."""
+        self.others = tuple(others)
+        """And of those of the others. Behind each word (4 bytes on) is the mark of one who sleeps."""
+        self.slots = tuple(tuple(row) for row in slots)
+        """Addresses of slots: of each turn, all members'."""
+        self.most_bytes = 0
+        """Largest tensor that is summed in one shot. Known when all ranks have come: see ``state``."""
+        self.looks = 0
+        """How often to look at the others' words, giving the core away each time, before :meth:`wait`."""
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """The slot of the last turn and the number of the last meeting."""
+        if not self.most_bytes:
+            self.most_bytes = self._group._most_in_one_shot()
+            self.looks = max(self._group._members.spin_ns // LOOK_NS, 1)
+        return self._group._turn, self._group._meeting.number
+
+    @state.setter
+    def state(self, state: tuple[int, int]) -> None:
+        self._group._turn, self._group._meeting.number = state
+
+    def wake(self, number: int) -> None:
+        """Wake those who sleep until meeting ``number``; all have come."""
+        self._group._meeting.open_gate(number)
+
+    def wait(self, number: int) -> None:
+        """Wait until all have come to meeting ``number``. Errors as ``Meeting.meet``."""
+        self._group._meeting.wait(number, "all_reduce")
 
 
 class ShmGroup:
@@ -250,6 +304,15 @@ class ShmGroup:
         for row in self._buffers:
             for buffer in row:
                 buffer.release()
+
+    def one_shot(self) -> OneShot | None:
+        """What code that runs without Python needs to sum by itself. None if the group is closed."""
+        if not self._slots:
+            return None
+        base = self._members.address
+        own, others = self._meeting.words()
+        slots = [[buffer_address(buffer) for buffer in row] for row in self._buffers]
+        return OneShot(self, self._place, base + 4 * own, [base + 4 * word for word in others], slots)
 
     # Views.
 

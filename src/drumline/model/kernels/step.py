@@ -1,7 +1,7 @@
 """A forward as a program: instructions of a few numbers each, and one compiled function that runs them.
 
-A step calls :func:`run` once; it comes back at the end, or at a ``CALL``, where Python has something to do that is not
-compiled (a collective), and is called again behind it. So a step on one rank is one call without the interpreter's
+A step calls :func:`run` once; it comes back at the end, at a ``CALL``, where Python has something to do that is not
+compiled, or at a ``SUM`` over the ranks of a group whose others are late, and is called again. So a step on one rank is one call without the interpreter's
 lock, whatever the model is made of; what a model is made of is decided once, by ``model.compiled``.
 
 An instruction is a row of ``WIDTH`` int64: operation, rows it is for (``Rows``), operands; and a row of two float64.
@@ -19,9 +19,11 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
+from numba.core import types
 
 from drumline.model.kernels.attention import attend
 from drumline.model.kernels.jit import floats, halves, inlined, int32s, int64s, kernel
+from drumline.model.kernels.memory import fence, load_word, store_word
 from drumline.model.kernels.numbers import exp, float_of_bfloat16, float_of_float16
 from drumline.model.kernels.products import product
 
@@ -77,6 +79,35 @@ class Op(IntEnum):
     """from, to, width: the kept rows."""
     SOFTCAP = 16
     """of, width; f0."""
+    SUM = 17
+    """of, width, group: address of a :class:`Sum`."""
+
+
+class Stop(IntEnum):
+    """Why a ``SUM`` came back (register PHASE), and where it goes on when it is run again."""
+
+    START = 0
+    WAKE = 1
+    """All have come, some sleep: to be woken; then go on at READ."""
+    WAIT = 2
+    """Looked often enough: to wait asleep; then go on at READ."""
+    LARGE = 3
+    """Not for one shot: to be summed otherwise; then go on behind the ``SUM``."""
+    READ = 4
+
+
+class Sum(IntEnum):
+    """Numbers (int64) that describe a group to ``SUM``; see ``parallel.shm.OneShot``."""
+
+    SIZE = 0
+    PLACE = 1
+    MOST_BYTES = 2
+    LOOKS = 3
+    TURN = 4
+    NUMBER = 5
+    OWN = 6
+    WORDS = 7
+    """Of the SIZE - 1 others; then the slots: of each turn, all SIZE members'."""
 
 
 class Reg(IntEnum):
@@ -107,16 +138,21 @@ class Reg(IntEnum):
     """What is added to the hidden states, where more happens to it first."""
     PICKED = 19
     LOGITS = 20
-    CACHE = 21
+    PHASE = 21
+    CACHE = 22
     """From here on: keys and values of each layer."""
 
 
 _END, _CALL, _EMBED, _SCALE, _RMS, _LAYER = (int(op) for op in list(Op)[:6])
 _PRODUCT, _BIAS, _ADD, _ROTATE, _WRITE, _ATTEND = (int(op) for op in list(Op)[6:12])
-_SILU, _GELU_TANH, _GELU, _PICK, _SOFTCAP = (int(op) for op in list(Op)[12:])
+_SILU, _GELU_TANH, _GELU, _PICK, _SOFTCAP, _SUM = (int(op) for op in list(Op)[12:])
 _TOKENS, _KEPT, _BATCH, _IDS, _POSITIONS, _KEEP = (int(reg) for reg in list(Reg)[:6])
 _FIRST, _COUNT, _COMPUTED, _TABLES, _TABLE_STRIDE, _BLOCK = (int(reg) for reg in list(Reg)[6:12])
-_SCRATCH, _CACHE = int(Reg.SCRATCH), int(Reg.CACHE)
+_SCRATCH, _PHASE, _CACHE = int(Reg.SCRATCH), int(Reg.PHASE), int(Reg.CACHE)
+_START, _WAKE, _WAIT, _LARGE, _READ = (int(stop) for stop in Stop)
+_SIZE, _PLACE, _MOST_BYTES, _LOOKS, _TURN, _NUMBER, _OWN, _WORDS = (int(place) for place in Sum)
+
+_yield = types.ExternalFunction("sched_yield", types.int32())  # from the C library
 
 
 @inlined
@@ -269,9 +305,62 @@ def _activate(op: int, of: int, stride: int, width: int, gated: int, rows: int) 
                     a[i] = a[i] * b[i]
 
 
+@inlined
+def _behind(group: Any, number: int) -> bool:
+    """Whether one of the others has not come to meeting ``number``."""
+    behind = 0
+    for i in range(group[_SIZE] - 1):
+        behind |= (load_word(group[_WORDS + i]) - number) & 0x80000000
+    return behind != 0
+
+
+@inlined
+def _sum(descriptor: int, of: int, count: int, phase: int) -> int:
+    """A one-shot sum, as ``parallel.shm`` does it; START when it is done, else why it stops."""
+    group = int64s(descriptor)
+    size, place, tensor = group[_SIZE], group[_PLACE], floats(of)
+    if phase == _START:
+        if 4 * count > group[_MOST_BYTES]:
+            return _LARGE
+        group[_TURN] = (group[_TURN] + 1) % 3
+        mine = floats(group[_WORDS + size - 1 + group[_TURN] * size + place])
+        for i in range(count):
+            mine[i] = tensor[i]
+        group[_NUMBER] = number = (group[_NUMBER] + 1) & 0xFFFFFFFF
+        fence()
+        store_word(group[_OWN], number)
+        fence()
+        if not _behind(group, number):
+            for i in range(size - 1):
+                if load_word(group[_WORDS + i] + 4):
+                    return _WAKE
+    if phase != _READ:
+        looks = group[_LOOKS]
+        while _behind(group, group[_NUMBER]):
+            if looks == 0:
+                return _WAIT
+            looks -= 1
+            _yield()
+    fence()
+    slots = _WORDS + size - 1 + group[_TURN] * size
+    if size == 2:  # the sum of two is the same either way round
+        other = floats(group[slots + 1 - place])
+        for i in range(count):
+            tensor[i] = tensor[i] + other[i]
+        return _START
+    first, second = floats(group[slots]), floats(group[slots + 1])
+    for i in range(count):
+        tensor[i] = first[i] + second[i]
+    for member in range(2, size):
+        other = floats(group[slots + member])
+        for i in range(count):
+            tensor[i] = tensor[i] + other[i]
+    return _START
+
+
 @kernel
 def run(code: Longs, numbers: Doubles, regs: Longs, pc: int) -> int:
-    """Run from instruction ``pc`` on; the number of the ``CALL`` it stopped at, or of ``END``."""
+    """Run from instruction ``pc`` on; the number of the ``CALL``, ``SUM`` or ``END`` it stopped at."""
     scratch = regs[_SCRATCH]
     while True:
         op = code[pc, 0]
@@ -314,6 +403,14 @@ def run(code: Longs, numbers: Doubles, regs: Longs, pc: int) -> int:
                 _write(regs[a], b, c, d, e, regs[_CACHE + 2 * f], regs[_CACHE + 2 * f + 1], regs)
         elif op in (_SILU, _GELU_TANH, _GELU):
             _activate(op, regs[a], b, c, d, rows)
+        elif op == _SUM:
+            phase = regs[_PHASE]
+            if phase != _LARGE:
+                phase = _sum(c, regs[a], rows * b, phase)
+                regs[_PHASE] = phase
+                if phase != _START:
+                    return pc
+            regs[_PHASE] = _START
         elif op == _ADD:
             to, source = floats(regs[a]), floats(regs[b])
             for n in range(rows * c):
