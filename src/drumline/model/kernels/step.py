@@ -1,8 +1,9 @@
 """A forward as a program: instructions of a few numbers each, and one compiled function that runs them.
 
-A step calls :func:`run` once; it comes back at the end, at a ``CALL``, where Python has something to do that is not
-compiled, or at a ``SUM`` over the ranks of a group whose others are late, and is called again. So a step on one rank is one call without the interpreter's
-lock, whatever the model is made of; what a model is made of is decided once, by ``model.compiled``.
+A step calls :func:`run` once. It comes back at the end, at a ``CALL``, where Python has something to do that is not
+compiled, or at a ``SUM`` over the ranks of a group whose others are late, and is called again. So a step on one rank is
+one call without the interpreter's lock, whatever the model is made of; what it is made of is decided once, by
+``model.compiled``.
 
 An instruction is a row of ``WIDTH`` int64: operation, rows it is for (``Rows``), operands; and a row of two float64.
 Operands that are buffers are numbers of registers, which hold addresses; weights are addresses. Layouts are in
