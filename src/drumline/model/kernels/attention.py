@@ -56,49 +56,35 @@ def scratch_floats(kv_heads: int, group: int, dim: int) -> int:
 def _dots(builder: ir.IRBuilder, query: Any, keys: Any, dim: Any, last: Any, ahead: Any, out: Any) -> None:
     """out[j] = query . keys[j] for 16 keys, of which those after ``last`` are not read (and are the last one instead).
 
-    The query is padded with zeros. A step of the loop is 16 sums over 16 dimensions each. Where all keys are read, the
-    same places from ``ahead`` on are fetched, unless that is 0.
+    The query is padded with zeros. A step of the loop is 16 sums over 16 dimensions each. The same places from ``ahead``
+    on are fetched, where there are whole vectors.
     """
 
-    def emit(key: Any, fetching: bool = False) -> None:
-        def step(at: Any, totals: Any, mask: Any = None) -> list[Any]:
+    def emit(key: Any, masked: bool) -> None:
+        def step(at: Any, totals: Any) -> list[Any]:
             part = load(builder, pointer(builder, query, at))
+            mask = vectors.below(builder, builder.sub(dim, at)) if masked else None
             new = []
             for j, total in enumerate(totals):
                 place = builder.add(key(j), at)
-                if fetching:
+                if not masked:
                     vectors.prefetch(builder, pointer(builder, ahead, place))
                 new.append(vectors.fma(builder, load(builder, pointer(builder, keys, place), mask), part, total))
             return new
 
-        whole = builder.and_(dim, integer(-WIDTH))
-        totals = loop(builder, integer(0), whole, integer(WIDTH), [vectors.splat(0.0)] * WIDTH, step)
-        rest = builder.sub(dim, whole)
-        before = builder.block
-        with builder.if_then(builder.icmp_signed(">", rest, integer(0)), likely=False):
-            tail = step(whole, totals, vectors.below(builder, rest))
-            inside = builder.block
-        merged = []
-        for total, other in zip(totals, tail, strict=True):
-            phi = builder.phi(vectors.VECTOR)
-            phi.add_incoming(total, before)
-            phi.add_incoming(other, inside)
-            merged.append(phi)
-        store(builder, vectors.sums(builder, merged), pointer(builder, out, integer(0)))
+        totals = loop(builder, integer(0), dim, integer(WIDTH), [vectors.splat(0.0)] * WIDTH, step)
+        store(builder, vectors.sums(builder, totals), pointer(builder, out, integer(0)))
 
     ones = [builder.mul(dim, integer(j)) for j in range(4)]
     fours = [builder.mul(dim, integer(4 * j)) for j in range(4)]
-    with builder.if_else(builder.icmp_signed(">=", last, integer(WIDTH - 1))) as (all_keys, some):
-        with all_keys:
-            in_turn = lambda j: builder.add(fours[j // 4], ones[j % 4])  # few registers hold all places
-            with builder.if_else(builder.icmp_signed("!=", ahead, integer(0))) as (fetching, plain):
-                with fetching:
-                    emit(in_turn, True)
-                with plain:
-                    emit(in_turn)
-        with some:
+    all_keys = builder.icmp_signed(">=", last, integer(WIDTH - 1))
+    all_lanes = builder.icmp_signed("==", builder.and_(dim, integer(WIDTH - 1)), integer(0))
+    with builder.if_else(builder.and_(all_keys, all_lanes)) as (whole, partly):
+        with whole:
+            emit(lambda j: builder.add(fours[j // 4], ones[j % 4]), False)  # few registers hold all places
+        with partly:
             kept = [builder.select(builder.icmp_signed("<", integer(j), last), integer(j), last) for j in range(WIDTH)]
-            emit(lambda j: builder.mul(dim, kept[j]))
+            emit(lambda j: builder.mul(dim, kept[j]), True)
 
 
 @instructions(_VOID, _INT, _INT)
@@ -213,18 +199,27 @@ def _weighted(
             with builder.if_then(builder.icmp_signed("==", left, integer(number))):
                 emit(fours, number)
 
-    at = integer(0)
-    for chunks in (4, 2, 1):
-        end = builder.add(at, builder.and_(builder.sub(dim, at), integer(-chunks * WIDTH)))
-
-        def body(at: Any, state: Any, chunks: int = chunks) -> list[Any]:
-            chunk(at, chunks, False)
+    def step(chunks: int, masked: bool) -> Any:
+        def body(at: Any, state: Any) -> list[Any]:
+            chunk(at, chunks, masked)
             return []
 
-        loop(builder, at, end, integer(chunks * WIDTH), [], body)
-        at = end
-    with builder.if_then(builder.icmp_signed("<", at, dim)):
-        chunk(at, 1, True)
+        return body
+
+    whole = builder.and_(dim, integer(-2 * WIDTH))
+    loop(builder, integer(0), whole, integer(2 * WIDTH), [], step(2, False))
+    loop(builder, whole, dim, integer(WIDTH), [], step(1, True))
+
+
+@instructions(_VOID, _INT, _INT)
+def _mask(builder: ir.IRBuilder, scores: Any, count: Any) -> None:
+    """The first so many of sixteen scores become -inf, or if that is negative the last."""
+    place = pointer(builder, scores, integer(0))
+    first = vectors.below(builder, count)
+    last = builder.not_(vectors.below(builder, builder.add(count, integer(WIDTH))))
+    lowest = vectors.splat(-math.inf)
+    value = builder.select(builder.or_(first, last), lowest, load(builder, place))
+    store(builder, value, place)
 
 
 @instructions(_FLOAT, _INT, _INT)
@@ -336,11 +331,8 @@ def _softmax(scores: int, first: int, end: int, cap: float, before: float) -> tu
     low, high = first // WIDTH * WIDTH, (end + WIDTH - 1) // WIDTH * WIDTH
     if cap > 0:
         _cap(scores + 4 * low, high - low, cap)
-    row = floats(scores)
-    for place in range(low, first):
-        row[place] = -math.inf
-    for place in range(end, high):
-        row[place] = -math.inf
+    _mask(scores + 4 * low, first - low)
+    _mask(scores + 4 * (high - WIDTH), end - (high - WIDTH) - WIDTH)
     largest = max(before, _largest(scores + 4 * low, high - low))
     return largest, _weigh(scores + 4 * low, high - low, largest)
 
@@ -401,11 +393,9 @@ def _decode(
             for head in range(kv_heads):
                 if ahead and size < WIDTH:
                     _fetch(ahead, (block - inside) * dim)
-                fetched = ahead
                 for member in range(head * group, (head + 1) * group):
                     place = scores + 4 * (member * _SCORES + at - low)
-                    _dots(scaled + 4 * member * padded, there, dim, size - 1, fetched, place)
-                    fetched = 0
+                    _dots(scaled + 4 * member * padded, there, dim, size - 1, ahead or there, place)
                 there += head_size
                 ahead += head_size if ahead else 0
             at += size
