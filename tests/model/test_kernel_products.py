@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline.model.kernels import products
+from drumline.model.kernels import amx, products
 from drumline.model.kernels.jit import kernel
 from drumline.model.kernels.products import (
     BFLOAT16,
@@ -16,15 +16,22 @@ from drumline.model.kernels.products import (
     BLOCK_ROWS,
     FLOAT16,
     FLOAT32,
+    MATRIX_UNIT,
     PANEL,
     TILE,
+    UNIT_BLOCK_ROWS,
     Panels,
     product_once,
     scratch_floats,
 )
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-KINDS = [FLOAT32, BFLOAT16, FLOAT16]
+DTYPES = {
+    FLOAT32: torch.float32,
+    BFLOAT16: torch.bfloat16,
+    FLOAT16: torch.float16,
+    MATRIX_UNIT: torch.bfloat16,
+}
+KINDS = [kind for kind in DTYPES if kind != MATRIX_UNIT or amx.allowed()]
 
 
 @kernel
@@ -47,11 +54,10 @@ def matrix(features: int, inputs: int, dtype: torch.dtype, seed: int) -> torch.T
     return weight.to(dtype).float()
 
 
-def check(
-    rows: int, features: int, inputs: int, dtype: torch.dtype, mode: int = 0, gap: int = 3, seed: int = 0
-) -> None:
-    weight = matrix(features, inputs, dtype, seed)
+def check(rows: int, features: int, inputs: int, kind: int, mode: int = 0, gap: int = 3, seed: int = 0) -> None:
+    weight = matrix(features, inputs, DTYPES[kind], seed)
     panels = Panels(weight)
+    assert panels.kind == kind or {panels.kind, kind} == {MATRIX_UNIT, BFLOAT16}
     x = spread(rows, inputs, gap, seed + 1)
     out = spread(rows, features, gap, seed + 2)
     floats = scratch_floats(rows, inputs)
@@ -64,7 +70,7 @@ def check(
         x.stride(0),
         rows,
         panels.address,
-        panels.kind,
+        kind,
         panels.features,
         panels.inputs,
         out.data_ptr(),
@@ -82,26 +88,26 @@ def check(
     rows=st.integers(1, 3 * TILE + 3),
     features=st.integers(1, 3 * PANEL + 5),
     inputs=st.integers(1, 150),
-    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(KINDS),
     mode=st.integers(0, 1),
     gap=st.integers(0, 5),
     seed=st.integers(0, 1000),
 )
-def test_sizes(rows: int, features: int, inputs: int, dtype: torch.dtype, mode: int, gap: int, seed: int) -> None:
-    check(rows, features, inputs, dtype, mode, gap, seed)
+def test_sizes(rows: int, features: int, inputs: int, kind: int, mode: int, gap: int, seed: int) -> None:
+    check(rows, features, inputs, kind, mode, gap, seed)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", range(1, TILE + 2))
-def test_every_tile(rows: int, dtype: torch.dtype) -> None:
-    check(rows, PANEL + 1, 64, dtype)
+def test_every_tile(rows: int, kind: int) -> None:
+    check(rows, PANEL + 1, 64, kind)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", [0, 1])
-@pytest.mark.parametrize("rows", [1, 7, 20, BLOCK_ROWS + 5])
-def test_several_blocks(rows: int, mode: int, dtype: torch.dtype) -> None:
-    check(rows, PANEL + 3, 2 * BLOCK_INPUTS + 7, dtype, mode)
+@pytest.mark.parametrize("rows", [1, 7, 8, 20, UNIT_BLOCK_ROWS + 17, BLOCK_ROWS + 5])
+def test_several_blocks(rows: int, mode: int, kind: int) -> None:
+    check(rows, PANEL + 3, 2 * BLOCK_INPUTS + 7, kind, mode)
 
 
 @settings(max_examples=60, deadline=None)
@@ -124,28 +130,48 @@ def test_tile(rows: int, inputs: int, gap: int, mode: int, seed: int) -> None:
     assert out[:, PANEL:].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("narrow", [False, True])
 def test_storage(dtype: torch.dtype, narrow: bool) -> None:
     """Narrow where that loses nothing, whatever type the tensor comes in."""
-    weight = matrix(PANEL + 1, 5, dtype, 0)
+    weight = matrix(PANEL + 1, 64, dtype, 0)
     panels = Panels(weight.to(dtype) if narrow else weight)
-    assert panels.kind == KINDS[DTYPES.index(dtype)]
+    assert DTYPES[panels.kind] == dtype
+    assert (panels.kind == MATRIX_UNIT) == (dtype == torch.bfloat16 and amx.allowed())
     assert (panels.features, panels.inputs) == weight.shape
-    assert panels.nbytes == 2 * 5 * PANEL * dtype.itemsize
+    assert panels.nbytes == 2 * 64 * PANEL * dtype.itemsize
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan"), -0.0, 1e-40, 65504.0 * 4])
-def test_odd_values(value: float) -> None:
-    """One number among the weights comes out as it went in."""
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("value", [float("nan"), -0.0, 1e-40, 65504.0 * 4, 2.0**-120])
+def test_odd_weights(value: float, rows: int) -> None:
+    """One number among the weights comes out as it went in (infinity only as not finite: of the unit it is NaN)."""
     weight = torch.zeros(3, 4)
     weight[1, 2] = value
-    panels = Panels(weight)
-    x, out = torch.zeros(1, 4), torch.empty(1, 3)
-    x[0, 2] = 1
-    scratch = torch.empty(scratch_floats(1, 4))
-    product_once(x.data_ptr(), 4, 1, panels.address, panels.kind, 3, 4, out.data_ptr(), 3, 0, scratch.data_ptr())
-    np.testing.assert_array_equal(out.numpy(), [[0, np.float32(value), 0]])
+    out = torch.empty(rows, 3)
+    x = torch.zeros(rows, 4)
+    x[:, 2] = 1
+    multiply(Panels(weight), x, out)
+    np.testing.assert_array_equal(out.numpy(), [[0, np.float32(value), 0]] * rows)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan"), 3.4e38, 1 / 3, -1e-20])
+def test_odd_inputs(value: float, rows: int) -> None:
+    """Of x too, by weights that are exact in 16 bits: a number times one is itself, to the last bit."""
+    x = torch.zeros(rows, 4)
+    x[:, 2] = value
+    out = torch.empty(rows, 2)
+    multiply(Panels(torch.tensor([[1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 0.5, 2.0]])), x, out)
+    np.testing.assert_array_equal(out.numpy(), [[np.float32(value), np.float32(value) / 2]] * rows)
+
+
+def multiply(panels: Panels, x: torch.Tensor, out: torch.Tensor) -> None:
+    scratch = torch.empty(scratch_floats(len(x), panels.inputs))
+    address, kind, features, inputs = panels.address, panels.kind, panels.features, panels.inputs
+    product_once(
+        x.data_ptr(), inputs, len(x), address, kind, features, inputs, out.data_ptr(), features, 0, scratch.data_ptr()
+    )
 
 
 def test_rows_of_a_larger_matrix() -> None:

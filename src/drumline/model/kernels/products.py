@@ -19,8 +19,10 @@ import torch
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
+from torch.nn import functional
 
-from drumline.model.kernels.jit import floats, halves, inlined, int32s, kernel
+from drumline.model.kernels import amx
+from drumline.model.kernels.jit import floats, inlined, int32s, kernel
 
 _FEATURES = llvmlite.binding.get_host_cpu_features()
 _WIDE = bool(_FEATURES.get("avx512f"))
@@ -34,21 +36,21 @@ TILE = 12 if _WIDE or LANES == 4 else 6
 CHUNK = 4
 """Unrolled steps along K; rows are packed in chunks of as many."""
 
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
-"""How weights are stored."""
+FLOAT32, BFLOAT16, FLOAT16, MATRIX_UNIT = 0, 1, 2, 3
+"""How weights are stored; bfloat16 where this process may use the matrix unit for them (see ``amx``)."""
 
-MOST_ROWS = {FLOAT32: TILE, BFLOAT16: TILE, FLOAT16: 4}
-"""Of a tile by storage. float16 is rare: more rows have their panel widened first, which spares compiling tiles."""
+UNIT_ROWS = 8
+"""From so many rows the matrix unit is faster."""
+MOST_ROWS = {FLOAT32: TILE, BFLOAT16: UNIT_ROWS - 1 if amx.COMPILED else TILE, FLOAT16: 4}
+"""Of a tile by storage. More rows than are worth code of their own have their panel widened first."""
 BLOCK_ROWS, BLOCK_INPUTS = 20 * TILE, 1024
 """Of x that passes all panels before the next block: it, a panel and the next panel stay in the second cache."""
-WIDEN_ROWS = 3 * TILE
-"""With more rows a bfloat16 panel is widened once instead of in each tile."""
-
-WIDEN_ROWS_FLOAT16 = MOST_ROWS[FLOAT16]
+WIDEN_ROWS = {kind: 3 * TILE if most == TILE else most for kind, most in MOST_ROWS.items()}
+WIDEN_BFLOAT16, WIDEN_FLOAT16 = WIDEN_ROWS[BFLOAT16], WIDEN_ROWS[FLOAT16]
+"""With more rows a panel is widened once, not in each tile."""
+UNIT_BLOCK_ROWS = 128
 CHUNK_BYTES = 32 << 20
 """Of memory that weights are put into."""
-AHEAD = 8192
-"""Bytes by which weights are fetched before they are used."""
 
 PIECE = 1 << 18
 """Elements that are looked at together, so that they stay in the cache."""
@@ -57,24 +59,29 @@ PIECE = 1 << 18
 class Panels:
     """Weights [N, K] as panels [ceil(N / PANEL), K, PANEL]; columns after the last are zero.
 
-    bfloat16: columns j and j + LANES of a panel are the low and high half of a 32-bit word (widened by one shift or one
-    mask). float16: columns in their order.
+    16-bit numbers are stored in pairs, [ceil(N / PANEL), K / 2, PANEL, 2]: one shift or one mask widens each, and it is
+    the order of the matrix unit. K is filled up to whole tiles of that with zeros.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
+        weight = weight.detach()
         self.features, self.inputs = weight.shape
         dtype = _storage(weight)
         self.kind = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}[dtype]
+        if self.kind == BFLOAT16 and amx.allowed():
+            self.kind = MATRIX_UNIT
+        words = self.inputs if self.kind == FLOAT32 else _padded_inputs(self.inputs) // 2
         count = -(-self.features // PANEL)
-        itemsize = 4 if dtype == torch.float32 else 2
-        self._memory = _memory(count * self.inputs * PANEL * itemsize)
+        self._memory = _memory(4 * count * words * PANEL)
         self.address = self._memory.ctypes.data
         self.nbytes = self._memory.nbytes
         at_once = max(1, PIECE // max(1, PANEL * self.inputs))
         for first in range(0, count, at_once):
-            rows = weight[first * PANEL : (first + at_once) * PANEL].to(dtype).contiguous()
-            panel = self.address + first * PANEL * self.inputs * itemsize
-            _lay_out(rows.data_ptr(), len(rows), self.inputs, panel, self.kind)
+            rows = weight[first * PANEL : (first + at_once) * PANEL].to(dtype)
+            if self.kind != FLOAT32:
+                rows = functional.pad(rows, (0, 2 * words - self.inputs))
+            rows = rows.contiguous()
+            _lay_out(rows.data_ptr(), len(rows), words, self.address + 4 * first * PANEL * words)
 
 
 _chunk = np.empty(0, np.uint8)
@@ -109,31 +116,25 @@ def _pieces(weight: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 @kernel
-def _lay_out(weight: int, rows: int, inputs: int, panels: int, kind: int) -> None:
-    """Rows of a matrix as panels: a few inputs at a time, so that what is written stays in the first cache."""
-    for panel in range((rows + PANEL - 1) // PANEL):
-        first = panel * PANEL
-        for start in range(0, inputs, 16):
-            end = min(start + 16, inputs)
-            if kind == FLOAT32:
-                to = int32s(panels + 4 * first * inputs)
-                for column in range(PANEL):
-                    row = first + column
-                    source = int32s(weight + 4 * min(row, rows - 1) * inputs)
-                    mask = np.int32(-1 if row < rows else 0)
-                    for k in range(start, end):
-                        to[k * PANEL + column] = source[k] & mask
-            else:
-                to = int32s(panels + 2 * first * inputs)
-                for word in range(LANES):
-                    low = first + (word if kind == BFLOAT16 else 2 * word)
-                    high = low + (LANES if kind == BFLOAT16 else 1)
-                    low_source = halves(weight + 2 * min(low, rows - 1) * inputs)
-                    high_source = halves(weight + 2 * min(high, rows - 1) * inputs)
-                    mask = np.int32((0xFFFF if low < rows else 0) | (-0x10000 if high < rows else 0))
-                    for k in range(start, end):
-                        pair = np.int32(low_source[k]) | np.int32(high_source[k]) << np.int32(16)
-                        to[k * LANES + word] = np.int32(pair) & mask
+def _lay_out(weight: int, rows: int, words: int, panels: int) -> None:
+    """Rows of a matrix as panels: a few words at a time, so that what is written stays in the first cache."""
+    for first in range(0, rows, PANEL):
+        to = int32s(panels + 4 * first * words)
+        for start in range(0, words, 16):
+            end = min(start + 16, words)
+            for column in range(PANEL):
+                row = first + column
+                source = int32s(weight + 4 * min(row, rows - 1) * words)
+                mask = np.int32(-1 if row < rows else 0)
+                for k in range(start, end):
+                    to[k * PANEL + column] = source[k] & mask
+
+
+def _padded_inputs(inputs: int) -> int:
+    return (inputs + 31) // 32 * 32
+
+
+_padded = inlined(_padded_inputs)
 
 
 _I32, _I64, _POINTER = ir.IntType(32), ir.IntType(64), ir.PointerType()
@@ -152,20 +153,30 @@ def _opaque(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.asm(ir.FunctionType(value.type, [value.type]), "", "=r,0", [value], False)
 
 
-def _load(builder: ir.IRBuilder, address: ir.Value, kind: int) -> list[ir.Value]:
-    """The two vectors of a panel's row."""
-    step = LANES * _ITEMSIZE[kind]
+def _load(builder: ir.IRBuilder, address: ir.Value, kind: int, steps: int) -> list[list[ir.Value]]:
+    """The two vectors of each of a panel's next rows."""
+    if kind == FLOAT32:
+        places = [[_ahead(builder, address, (2 * step + half) * LANES * 4) for half in (0, 1)] for step in range(steps)]
+        return [[builder.load(place, align=4, typ=_VECTOR) for place in row] for row in places]
+    rows = []
+    words = ir.VectorType(_I32, LANES)
+    for pair in range(-(-steps // 2)):
+        places = [_ahead(builder, address, (2 * pair + half) * LANES * 4) for half in (0, 1)]
+        pairs = [builder.load(place, align=4, typ=words) for place in places]
+        rows.append([_widened(builder, value, kind, 0) for value in pairs])
+        if 2 * pair + 1 < steps:
+            rows.append([_widened(builder, value, kind, 1) for value in pairs])
+    return rows
+
+
+def _widened(builder: ir.IRBuilder, pairs: ir.Value, kind: int, place: int) -> ir.Value:
+    """The low or high halves as float32."""
+    bits = ir.Constant(pairs.type, [16] * LANES)
     if kind == BFLOAT16:
-        words = ir.VectorType(_I32, LANES)
-        pairs = builder.load(address, align=4, typ=words)
-        low = builder.shl(pairs, ir.Constant(words, [16] * LANES))
-        high = builder.and_(pairs, ir.Constant(words, [0xFFFF0000] * LANES))
-        return [builder.bitcast(low, _VECTOR), builder.bitcast(high, _VECTOR)]
-    if kind == FLOAT16:
-        narrow = ir.VectorType(ir.HalfType(), LANES)
-        halves = [builder.load(_ahead(builder, address, i * step), align=2, typ=narrow) for i in (0, 1)]
-        return [builder.fpext(half, _VECTOR) for half in halves]
-    return [builder.load(_ahead(builder, address, i * step), align=4, typ=_VECTOR) for i in (0, 1)]
+        mask = ir.Constant(pairs.type, [0xFFFF0000] * LANES)
+        return builder.bitcast(builder.and_(pairs, mask) if place else builder.shl(pairs, bits), _VECTOR)
+    short = builder.trunc(builder.lshr(pairs, bits) if place else pairs, ir.VectorType(ir.IntType(16), LANES))
+    return builder.fpext(builder.bitcast(short, ir.VectorType(ir.HalfType(), LANES)), _VECTOR)
 
 
 def _spread(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
@@ -190,9 +201,6 @@ def _tile_function(module: ir.Module, kind: int, rows: int) -> ir.Function:
     fmuladd = cgutils.get_or_insert_function(
         module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
     )
-    prefetch = cgutils.get_or_insert_function(
-        module, ir.FunctionType(ir.VoidType(), [_POINTER, _I32, _I32, _I32]), "llvm.prefetch.p0"
-    )
     builder = ir.IRBuilder(function.append_basic_block("entry"))
     row_bytes = PANEL * _ITEMSIZE[kind]
     # An instruction's result is awaited for 4 cycles, in which 8 can start: few rows take turns between several sums.
@@ -214,13 +222,11 @@ def _tile_function(module: ir.Module, kind: int, rows: int) -> ir.Function:
         now = [builder.phi(value.type) for value in start]
         left, places_now, new = now[0], now[1 : 1 + len(places)], now[1 + len(places) :]
         panel, ahead, *bases = places_now
-        for step in range(steps):
-            weights = _load(builder, _ahead(builder, panel, step * row_bytes), kind)
+        for step, weights in enumerate(_load(builder, panel, kind, steps)):
             base = (step % sets) * rows * 2
             if steps == CHUNK:
                 for line in range(0, row_bytes, 64):
-                    address = _ahead(builder, ahead, step * row_bytes + line)
-                    builder.call(prefetch, [address, _I32(0), _I32(2), _I32(1)])
+                    amx.prefetch(builder, _ahead(builder, ahead, step * row_bytes + line))
             for row in range(rows):
                 address = _ahead(builder, bases[row // 4], offsets[row % 4])
                 value = _spread(builder, _ahead(builder, address, 4 * step))
@@ -249,8 +255,10 @@ def _tile_function(module: ir.Module, kind: int, rows: int) -> ir.Function:
     places = [panel, ahead, *bases]
     strides = [_I64(CHUNK * row_bytes), ahead_stride, *[chunk_stride] * len(bases)]
     places, sums = loop(chunks, places, strides, sums, CHUNK)
-    strides = [_I64(row_bytes), _I64(0), *[_I64(4)] * len(bases)]
-    _, sums = loop(builder.and_(inputs, _I64(3)), places, strides, sums, 1)
+    for steps in (2, 1):
+        strides = [_I64(steps * row_bytes), _I64(0), *[_I64(4 * steps)] * len(bases)]
+        count = builder.and_(builder.ashr(inputs, _I64(steps - 1)), _I64(1))
+        places, sums = loop(count, places, strides, sums, steps)
     while len(sums) > 2 * rows:
         half = len(sums) // 2
         sums = [builder.fadd(a, b) for a, b in zip(sums[:half], sums[half:], strict=True)]
@@ -327,11 +335,12 @@ def _widening(kind: int) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             panel, inputs, to = args
             panel, to = builder.inttoptr(panel, _POINTER), builder.inttoptr(to, _POINTER)
-            with cgutils.for_range(builder, inputs) as loop:
-                row = _load(builder, _ahead(builder, panel, builder.mul(loop.index, _I64(PANEL * 2))), kind)
-                for half, value in enumerate(row):
-                    place = builder.add(builder.mul(loop.index, _I64(PANEL * 4)), _I64(half * LANES * 4))
-                    builder.store(value, _ahead(builder, to, place), align=4)
+            with cgutils.for_range(builder, builder.ashr(builder.add(inputs, _I64(1)), _I64(1))) as loop:
+                source = _ahead(builder, panel, builder.mul(loop.index, _I64(PANEL * 4)))
+                target = _ahead(builder, to, builder.mul(loop.index, _I64(PANEL * 8)))
+                for step, row in enumerate(_load(builder, source, kind, 2)):
+                    for half, value in enumerate(row):
+                        builder.store(value, _ahead(builder, target, (2 * step + half) * LANES * 4), align=4)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, types.int64), codegen
@@ -362,7 +371,8 @@ def tile(x: int, x_stride: int, rows: int, panel: int, inputs: int, out: int, ou
 def scratch_floats(rows: int, inputs: int) -> int:
     """Floats that :func:`product` may write to in ``scratch``."""
     packed = min(rows, BLOCK_ROWS) * min(inputs + CHUNK, BLOCK_INPUTS) if rows > TILE else rows * (inputs + CHUNK)
-    return packed + min(inputs, BLOCK_INPUTS) * PANEL + TILE * PANEL + 32
+    needed = packed + min(inputs + 1, BLOCK_INPUTS) * PANEL + TILE * PANEL + 32
+    return max(needed, amx.scratch_floats(min(rows, UNIT_BLOCK_ROWS), min(inputs, BLOCK_INPUTS)))
 
 
 @inlined
@@ -389,6 +399,7 @@ def _block(
     panels: int,
     panel_bytes: int,
     kind: int,
+    widens: bool,
     features: int,
     inputs: int,
     out: int,
@@ -411,12 +422,11 @@ def _block(
             _pack(x + 4 * first * x_stride, x_stride, height, inputs, packed + 4 * first * padded)
             first += height
         x = packed
-    widens = (kind == BFLOAT16 and rows > WIDEN_ROWS) or (kind == FLOAT16 and rows > WIDEN_ROWS_FLOAT16)
     for column in range(0, features, PANEL):
         panel = panels + column // PANEL * panel_bytes
         partial = column + PANEL > features
         # Cold weights: one tile fetches ahead in its own panel, several share the next panel among them.
-        ahead, ahead_stride = panel + AHEAD, CHUNK * PANEL * (4 if kind == FLOAT32 else 2)
+        ahead, ahead_stride = panel + amx.AHEAD, CHUNK * PANEL * (4 if kind == FLOAT32 else 2)
         if tiles > 1:
             ahead = panel + panel_bytes
             ahead_stride = (ahead_stride // tiles + 63) // 64 * 64
@@ -473,12 +483,32 @@ def product(
 ) -> None:
     """out[r, n] (=, or += in mode 1) the sum over k of x[r, k] * w[n, k]; ``scratch``: :func:`scratch_floats`."""
     itemsize = 4 if kind == FLOAT32 else 2
-    size = PANEL * inputs * itemsize
-    deep = inputs if rows <= TILE and kind != FLOAT16 else min(inputs, BLOCK_INPUTS)
+    size = PANEL * itemsize * (inputs if kind == FLOAT32 else _padded(inputs))
+    if kind == MATRIX_UNIT:
+        if rows >= UNIT_ROWS:
+            for start in range(0, rows, UNIT_BLOCK_ROWS):
+                for k in range(0, inputs, BLOCK_INPUTS):
+                    amx.block(
+                        x + 4 * (start * x_stride + k),
+                        x_stride,
+                        min(rows - start, UNIT_BLOCK_ROWS),
+                        panels + k * PANEL * itemsize,
+                        size,
+                        features,
+                        min(inputs - k, BLOCK_INPUTS),
+                        out + 4 * start * out_stride,
+                        out_stride,
+                        mode if k == 0 else 1,
+                        scratch,
+                    )
+            return
+        kind = BFLOAT16
+    widens = (kind == BFLOAT16 and rows > WIDEN_BFLOAT16) or (kind == FLOAT16 and rows > WIDEN_FLOAT16)
+    deep = inputs if rows <= TILE and not widens else min(inputs, BLOCK_INPUTS)
     at_once = min(rows, BLOCK_ROWS)
     rest = scratch
     widened = rest + 4 * TILE * PANEL
-    packed = widened + 4 * min(inputs, BLOCK_INPUTS) * PANEL
+    packed = widened + 4 * min(inputs + 1, BLOCK_INPUTS) * PANEL
     for start in range(0, rows, at_once):
         count = min(rows - start, at_once)
         for k in range(0, inputs, deep):
@@ -489,6 +519,7 @@ def product(
                 panels + k * PANEL * itemsize,
                 size,
                 kind,
+                widens,
                 features,
                 min(deep, inputs - k),
                 out + 4 * start * out_stride,
