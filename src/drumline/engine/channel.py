@@ -186,7 +186,7 @@ class CoreChannel:
     def _use(self) -> None:
         """Do all that the socket can do now: after this its descriptor tells of everything that comes."""
         while True:
-            events = int(self._socket.EVENTS)
+            events = int(self._socket.get(zmq.EVENTS))  # the attribute costs several times as much
             if events & zmq.POLLIN:
                 self._receive()
             elif events & zmq.POLLOUT and self._waits:

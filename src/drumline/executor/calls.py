@@ -263,11 +263,7 @@ class CallTable:
         Raises what the table was closed with, or RemoteCallError of a failure that came after its call's answer.
         """
         with self.lock:
-            if self._closed is not None:
-                raise self._closed()
-            if self._late:
-                report, self._late = fold(self._late), []
-                raise RemoteCallError(report)
+            self._check_open()
             call = Call(self, self._next_id, method, ranks, single=single, deadline=deadline, aggregators=aggregators)
             self._next_id += 1
             self._open[call.id] = call
@@ -275,6 +271,20 @@ class CallTable:
             for rank in ranks:
                 self.owing[rank] += 1
             return call
+
+    def idle(self) -> bool:
+        """Nothing is in flight, and no rank owes an answer. Raises what :meth:`begin` raises."""
+        self.refuse_aggregator()
+        with self.lock:
+            self._check_open()
+            return not (self._order or any(self.owing))
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise self._closed()
+        if self._late:
+            report, self._late = fold(self._late), []
+            raise RemoteCallError(report)
 
     def withdraw(self, call: Call, error: BaseException) -> None:
         """End a call that was never sent."""

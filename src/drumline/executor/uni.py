@@ -37,7 +37,6 @@ from typing import Any
 from drumline.errors import FailureReport, StartupError
 from drumline.executor.base import Executor, Method, WorkerState, method_name
 from drumline.executor.calls import Aggregator, Call, CallTable
-from drumline.plan.step import StepOutput
 from drumline.platforms.host import cores
 from drumline.processes.reports import make_report
 from drumline.transport import deadline_after
@@ -72,7 +71,7 @@ class UniExecutor(Executor):
         self._worker_lock = threading.Lock()
         """Held by the thread that runs a call."""
         self._steps_here = False
-        self._step_here: Call | None = None
+        self._step_here: _StepHere | None = None
         self._started = threading.Event()
         self._start_failure: tuple[FailureReport, BaseException] | None = None
         self._thread = threading.Thread(target=self._run, name="drumline-worker", daemon=True)
@@ -135,40 +134,36 @@ class UniExecutor(Executor):
             threading.Thread(target=self._watch, args=(over,), name="drumline-watch", daemon=True).start()
         return True
 
-    def _step(self, method: str, args: tuple[Any, ...], non_block: bool) -> StepOutput | Call | None:
-        if not (self._steps_here and non_block):
+    def _step(self, method: str, args: tuple[Any, ...], non_block: bool) -> Any:
+        if not (self._steps_here and non_block and not self.output_aggregators):
             return super()._step(method, args, non_block)
         self._raise_if_failed()
-        self._table.refuse_aggregator()
         with self._send_lock:
-            idle = not self._table.owing[0]
-            call = self._table.begin(
-                method,
-                (0,),
-                single=True,
-                deadline=deadline_after(self.process.execute_timeout_s),
-                aggregators=self.output_aggregators,
-            )
-            if not idle:
-                self._jobs.put((call, method, args, {}))
-                return call
-            self._worker_lock.acquire()  # the worker thread has ended its last call
+            idle = self._table.idle()
+            if idle:
+                self._worker_lock.acquire()  # the worker thread has ended its last call
+        if not idle:
+            return super()._step(method, args, non_block)
         try:
-            self._step_here = call
-            self._call(self._made.object, call, method, args, {})
+            self._step_here = step = _StepHere(method, time.monotonic() + self.process.execute_timeout_s)
+            step.value = bind(self._made.object, method)(*args)
+        except BaseException as exc:  # noqa: BLE001  as in _call
+            call = self._table.begin(method, (0,), single=True, deadline=None)
+            self._call_failed(call, method, args, exc)
+            return call
         finally:
             self._step_here = None
             self._worker_lock.release()
-        return call
+        return step
 
     def _watch(self, over: threading.Event) -> None:
         while not over.wait(min(WATCH_S, self.process.execute_timeout_s / 4)):
             call = self._step_here
-            if call is not None and call.deadline is not None and time.monotonic() > call.deadline:
+            if call is not None and time.monotonic() > call.deadline:
                 self._fail(self._hang_report(call))
                 return
 
-    def _hang_report(self, call: Call) -> FailureReport:
+    def _hang_report(self, call: _StepHere) -> FailureReport:
         return FailureReport(
             role=self._name,
             rank=0,
@@ -211,15 +206,18 @@ class UniExecutor(Executor):
         try:
             value = bind(worker, method)(*args, **kwargs)
         except BaseException as exc:  # noqa: BLE001  SystemExit too: the worker cannot leave this process
-            report = make_report(exc, role=self._name, rank=0, phase=call.method, step=step_of(call.method, args))
-            log.warning("call %d failed: %s", call.id, report.headline())  # its caller gets the traceback
-            marked = self._table.failed(call.id, report)
-            if marked is not None:
-                self._table.settle(marked)
+            self._call_failed(call, call.method, args, exc)
         else:
             with self._table.lock:
                 self._table.answer(0, call.id, value)
             self.waiter.ring()
+
+    def _call_failed(self, call: Call, method: str, args: tuple[Any, ...], exc: BaseException) -> None:
+        report = make_report(exc, role=self._name, rank=0, phase=method, step=step_of(method, args))
+        log.warning("call %d failed: %s", call.id, report.headline())  # its caller gets the traceback
+        marked = self._table.failed(call.id, report, owed_by=0)
+        if marked is not None:
+            self._table.settle(marked)
 
     def _context(self) -> WorkerContext:
         return WorkerContext(
@@ -249,6 +247,29 @@ class UniExecutor(Executor):
             self._thread.join(2 * self.process.shutdown_timeout_s)
         if self._thread.is_alive():
             log.warning("the worker does not return from its call; it is left alone until this process ends")
+
+
+class _StepHere:
+    """A step in its caller's thread, and its future when it has ended."""
+
+    __slots__ = ("deadline", "method", "value")
+
+    def __init__(self, method: str, deadline: float) -> None:
+        self.method = method
+        self.deadline = deadline
+        self.value: Any = None
+
+    def done(self) -> bool:
+        """It has."""
+        return True
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What it gave."""
+        return self.value
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """None: a step that failed has another future."""
+        return None
 
 
 class _Made:
