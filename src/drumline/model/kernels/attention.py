@@ -1,6 +1,18 @@
 """Attention of a step's rows over the paged cache of one layer, as one compiled function.
 
-Keys and values stay where they are: [blocks, Hkv, block, D], the layout of ``attention.KVCache``.
+Keys and values stay where they are: [blocks, Hkv, block, D], the layout of ``attention.KVCache``. Two ways:
+
+- Decoding rows (:func:`_decode`) read each block once, for all queries of a KV head together: scores of at most
+  ``PIECE`` keys, their softmax, the values; a longer row goes on with the next piece and scales what it has. Reading is
+  the cost (20 to 22 GB/s of blocks in any order, where a plain sum over the same blocks takes 25), so each block's next
+  one is fetched meanwhile, line by line between the arithmetic: fetching it at once was 10% slower, into the second
+  cache only or two blocks ahead no better than not at all.
+- Prompts (:func:`_prompt`) are matrix products of ``products.tile``: pieces of keys and values are packed into panels,
+  strips of queries take scores, softmax and sums over them. A strip takes the panels that it may see and no others.
+
+It rests on: places that no query sees (after a row's end, other rows' blocks) may hold anything, NaN too: they are
+either not read, or their scores are replaced before anything is made of them. Softmax is to base 2, with log2(e) in the
+queries' scale. A sum over the lanes of a vector is the dear part of a score; :func:`vectors.sums` makes 16 at once.
 """
 
 from __future__ import annotations
@@ -56,8 +68,8 @@ def scratch_floats(kv_heads: int, group: int, dim: int) -> int:
 def _dots(builder: ir.IRBuilder, query: Any, keys: Any, dim: Any, last: Any, ahead: Any, out: Any) -> None:
     """out[j] = query . keys[j] for 16 keys, of which those after ``last`` are not read (and are the last one instead).
 
-    The query is padded with zeros. A step of the loop is 16 sums over 16 dimensions each. The same places from ``ahead``
-    on are fetched, where there are whole vectors.
+    The query is padded with zeros. A step of the loop is 16 sums over 16 dimensions each. The same places from
+    ``ahead`` on are fetched, where there are whole vectors.
     """
 
     def emit(key: Any, masked: bool) -> None:
@@ -277,6 +289,33 @@ def _power_of_two(builder: ir.IRBuilder, x: Any) -> Any:
     return builder.extract_element(powers, ir.Constant(ir.IntType(32), 0))
 
 
+@instructions(_VOID, _INT, _INT, _FLOAT, _INT)
+def _scale(builder: ir.IRBuilder, source: Any, count: Any, factor: Any, to: Any) -> None:
+    """to[i] = source[i] * factor for i < count; both may be the same."""
+    factor = vectors.spread(builder, factor)
+
+    def step(at: Any, state: Any, mask: Any = None) -> list[Any]:
+        value = load(builder, pointer(builder, source, at), mask)
+        store(builder, builder.fmul(value, factor), pointer(builder, to, at), mask)
+        return []
+
+    whole = builder.and_(count, integer(-WIDTH))
+    loop(builder, integer(0), whole, integer(WIDTH), [], step)
+    with builder.if_then(builder.icmp_signed("<", whole, count), likely=False):
+        step(whole, [], vectors.below(builder, builder.sub(count, whole)))
+
+
+@instructions(_VOID, _INT, _INT)
+def _clear(builder: ir.IRBuilder, address: Any, count: Any) -> None:
+    """Set floats to zero; so many, a multiple of 16."""
+
+    def step(at: Any, state: Any) -> list[Any]:
+        store(builder, vectors.splat(0.0), pointer(builder, address, at))
+        return []
+
+    loop(builder, integer(0), count, integer(WIDTH), [], step)
+
+
 def _store_columns(builder: ir.IRBuilder, value: Any, out: Any, at: Any, between: Any) -> None:
     """Sixteen floats of a row of panels; ``between``: floats from one panel to the next, where one is narrower."""
     for n in range(_COLUMNS // PANEL if PANEL < WIDTH else 1):
@@ -365,18 +404,9 @@ def _decode(
     scores = sums + 4 * heads * padded
     largest, totals = floats(scores + 4 * heads * _SCORES), floats(scores + 4 * heads * (_SCORES + 1))
     cap, scaling = (softcap * _LOG2_E, scaling / softcap) if softcap > 0 else (0.0, scaling * _LOG2_E)
+    _clear(scaled, 2 * heads * padded)
     for head in range(heads):
-        source, to, total = (
-            floats(query + 4 * head * dim),
-            floats(scaled + 4 * head * padded),
-            floats(sums + 4 * head * padded),
-        )
-        for d in range(dim):
-            to[d] = source[d] * scaling
-        for d in range(dim, padded):
-            to[d] = 0
-        for d in range(padded):
-            total[d] = 0
+        _scale(query + 4 * head * dim, dim, scaling, scaled + 4 * head * padded)
         largest[head], totals[head] = -math.inf, 0
     for low in range(begin, end, PIECE):
         high = min(low + PIECE, end)
@@ -409,9 +439,7 @@ def _decode(
             if low > begin and best > before:
                 scale = _power_of_two(before - best)
                 total += totals[head] * scale
-                mine_sums = floats(sums + 4 * head * padded)
-                for d in range(padded):
-                    mine_sums[d] *= scale
+                _scale(sums + 4 * head * padded, padded, scale, sums + 4 * head * padded)
             else:
                 total += totals[head]
             totals[head] = total
@@ -436,10 +464,7 @@ def _decode(
                 ahead += head_size if ahead else 0
             at, inside, nth = at + size, 0, nth + 1
     for head in range(heads):
-        result, total = floats(out + 4 * head * dim), floats(sums + 4 * head * padded)
-        scale = 1 / totals[head]
-        for d in range(dim):
-            result[d] = total[d] * scale
+        _scale(sums + 4 * head * padded, dim, 1 / totals[head], out + 4 * head * dim)
 
 
 @inlined
@@ -485,14 +510,10 @@ def _prompt(
             tokens = min(most, count - start)
             rows = tokens * group
             for token in range(tokens):
-                source = floats(q + 4 * ((start + token) * q_stride + head * group * dim))
+                query = q + 4 * ((start + token) * q_stride + head * group * dim)
                 for member in range(group):
-                    to = floats(scaled + 4 * (token * group + member) * padded)
-                    for d in range(dim):
-                        to[d] = source[member * dim + d] * scaling
-            result = floats(sums)
-            for n in range(rows * panels):
-                result[n] = 0
+                    _scale(query + 4 * member * dim, dim, scaling, scaled + 4 * (token * group + member) * padded)
+            _clear(sums, rows * panels)
             for n in range(rows):
                 largest[n], totals[n] = -math.inf, 0
             end = context + start + tokens
@@ -529,25 +550,23 @@ def _prompt(
                     for n in range(size):
                         seen = context + start + (strip + n) // group + 1
                         first = max(seen - window - low, left) if window > 0 else 0
-                        mine, row = scores + 4 * n * _SCORES, floats(scores + 4 * n * _SCORES)
+                        mine = scores + 4 * n * _SCORES
                         last = min(seen - low, right)
+                        low_columns, high_columns = left // WIDTH * WIDTH, (right + WIDTH - 1) // WIDTH * WIDTH
                         if last <= first:
-                            for column in range(left, right):
-                                row[column] = 0
+                            _clear(mine + 4 * low_columns, high_columns - low_columns)
                             continue
                         before = largest[strip + n]
                         best, total = _softmax(mine, first, last, cap, before)
-                        for column in range(left, first // WIDTH * WIDTH):
-                            row[column] = 0
-                        for column in range((last + WIDTH - 1) // WIDTH * WIDTH, right):
-                            row[column] = 0
+                        last = (last + WIDTH - 1) // WIDTH * WIDTH
+                        _clear(mine + 4 * low_columns, first // WIDTH * WIDTH - low_columns)
+                        _clear(mine + 4 * last, high_columns - last)
                         largest[strip + n] = best
                         if totals[strip + n] > 0 and best > before:
                             scale = _power_of_two(before - best)
                             total += totals[strip + n] * scale
-                            result = floats(sums + 4 * (strip + n) * panels)
-                            for d in range(panels):
-                                result[d] *= scale
+                            result = sums + 4 * (strip + n) * panels
+                            _scale(result, panels, scale, result)
                         else:
                             total += totals[strip + n]
                         totals[strip + n] = total
@@ -556,12 +575,10 @@ def _prompt(
                         to = sums + 4 * (strip * panels + column)
                         tile(scores + 4 * left, _SCORES, size, panel, right - left, to, panels, 1)
             for token in range(tokens):
-                to = floats(out + 4 * ((start + token) * out_stride + head * group * dim))
+                result = out + 4 * ((start + token) * out_stride + head * group * dim)
                 for member in range(group):
-                    result = floats(sums + 4 * (token * group + member) * panels)
-                    scale = 1 / totals[token * group + member]
-                    for d in range(dim):
-                        to[member * dim + d] = result[d] * scale
+                    n = token * group + member
+                    _scale(sums + 4 * n * panels, dim, 1 / totals[n], result + 4 * member * dim)
 
 
 @inlined

@@ -1,9 +1,9 @@
 """Parts of kernels that are written in LLVM's vectors of 16 floats.
 
-What plain loops become depends on LLVM's mood: it takes half of this machine's vectors (256 bits) and no loop of several
-sums at once. The few inner loops that matter are therefore spelled out, as functions that build instructions
-(:func:`instructions`); the rest of a kernel stays Python. 16 floats are one register with AVX-512, and LLVM cuts them in
-two or four elsewhere.
+What plain loops become depends on LLVM's mood: it takes half of this machine's vectors (256 bits) and no loop of
+several sums at once. The few inner loops that matter are therefore spelled out, as functions that build instructions
+(:func:`instructions`); the rest of a kernel stays Python. 16 floats are one register with AVX-512, and LLVM cuts them
+in two or four elsewhere.
 """
 
 from __future__ import annotations
@@ -89,9 +89,13 @@ def load(builder: ir.IRBuilder, place: Any, mask: Any = None) -> Any:
     return call(builder, "llvm.masked.load.v16f32.p0", VECTOR, [place, align, mask, splat(0.0)])
 
 
-def store(builder: ir.IRBuilder, value: Any, place: Any) -> None:
-    """Sixteen floats."""
-    builder.store(value, place, align=4)
+def store(builder: ir.IRBuilder, value: Any, place: Any, mask: Any = None) -> None:
+    """Sixteen floats, or those where the mask is on."""
+    if mask is None:
+        builder.store(value, place, align=4)
+    else:
+        align = ir.Constant(ir.IntType(32), 4)
+        call(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), [value, place, align, mask])
 
 
 def below(builder: ir.IRBuilder, limit: Any) -> Any:
