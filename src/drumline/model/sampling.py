@@ -85,6 +85,11 @@ class SamplingRows:
         return found & (self.temperature > 0)
 
     @cached_property
+    def drawn(self) -> bool:
+        """All rows are random, and keep all tokens."""
+        return bool((self.temperature > 0).all()) and not bool(self.cut.any())
+
+    @cached_property
     def logged(self) -> Longs:
         """Rows that ask for log-probabilities."""
         return np.flatnonzero(self.logprobs >= 0)
@@ -153,6 +158,8 @@ class Sampler:
 
     def _tokens(self, logits: torch.Tensor, rows: SamplingRows) -> Ints:
         """Tokens of a batch with rows that are not greedy."""
+        if rows.drawn:
+            return self._agreed(self._draw(logits, rows))[0]
         random, cut = rows.temperature > 0, rows.cut
         kinds = ((~random, self._greedy), (random & ~cut, self._draw), (cut, self._draw_cut))
         whole = [kind for mask, kind in kinds if mask.all()]

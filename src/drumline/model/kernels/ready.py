@@ -5,6 +5,7 @@ A fork server imports it before it forks workers that compute on CPUs, so that a
 
 from __future__ import annotations
 
-from drumline.model.kernels.step import SIGNATURE, run
+from drumline.model.kernels import draw, step
 
-run.compile(SIGNATURE)  # type: ignore[attr-defined]
+step.run.compile(step.SIGNATURE)  # type: ignore[attr-defined]
+draw.draw.compile(draw.SIGNATURE)  # type: ignore[attr-defined]
