@@ -31,7 +31,7 @@ DTYPES = {
     FLOAT16: torch.float16,
     MATRIX_UNIT: torch.bfloat16,
 }
-KINDS = [kind for kind in DTYPES if kind != MATRIX_UNIT or amx.allowed()]
+KINDS = [kind for kind in DTYPES if {MATRIX_UNIT: amx.allowed(), FLOAT16: products.HALVES}.get(kind, True)]
 
 
 @kernel
@@ -130,7 +130,7 @@ def test_tile(rows: int, inputs: int, gap: int, mode: int, seed: int) -> None:
     assert out[:, PANEL:].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [DTYPES[kind] for kind in KINDS if kind != MATRIX_UNIT])
 @pytest.mark.parametrize("narrow", [False, True])
 def test_storage(dtype: torch.dtype, narrow: bool) -> None:
     """Narrow where that loses nothing, whatever type the tensor comes in."""
