@@ -60,8 +60,8 @@ def scratch_floats(kv_heads: int, group: int, dim: int) -> int:
     padded, panels = -(-dim // WIDTH) * WIDTH, -(-dim // _COLUMNS) * _COLUMNS
     decoding = kv_heads * group * (_SCORES + 2 * padded + 2)
     queries = max(QUERY_ROWS // group, 1) * group
-    prompts = queries * (padded + panels + 2) + STRIP * _SCORES + PIECE * (padded + panels) + 2 * (WIDTH + 1)
-    return max(decoding, prompts)
+    prompts = queries * (padded + panels + 2) + STRIP * _SCORES + PIECE * (padded + panels) + 2 * WIDTH
+    return max(decoding, prompts) + WIDTH
 
 
 @instructions(_VOID, *[_INT] * 6)
@@ -111,7 +111,7 @@ def _fetch(builder: ir.IRBuilder, address: Any, count: Any) -> None:
         loop(builder, integer(0), count, integer(LINE), [], step)
 
 
-def _values_tile(queries: int, chunks: int, masked: bool, fetching: bool) -> Any:
+def _values_tile(queries: int, chunks: int, masked: bool) -> Any:
     """out[g] += the sum over j of weights[g, j] * values[j], for so many queries and vectors of a value."""
     unrolled = max(1, 8 // (queries * chunks))
 
@@ -129,15 +129,14 @@ def _values_tile(queries: int, chunks: int, masked: bool, fetching: bool) -> Any
         mask = vectors.below(builder, rest) if masked else None
 
         def step(steps: int) -> Any:
-            def body(j: Any, totals: Any) -> list[Any]:
-                totals = list(totals)
+            def body(j: Any, state: Any) -> list[Any]:
+                totals: list[Any] = list(state)
                 for u in range(steps):
                     at = builder.add(j, integer(u))
                     place = builder.mul(at, dim)
                     places = [builder.add(place, integer(WIDTH * c)) for c in range(chunks)]
-                    if fetching:
-                        for where in places:
-                            vectors.prefetch(builder, pointer(builder, ahead, where))
+                    for where in places:
+                        vectors.prefetch(builder, pointer(builder, ahead, where))
                     parts = [load(builder, pointer(builder, values, where), mask) for where in places]
                     for g in range(queries):
                         where = builder.add(at, integer(g * _SCORES))
@@ -196,7 +195,7 @@ def _weighted(
         def emit(g: Any, number: int) -> None:
             w = builder.ptrtoint(pointer(builder, weights, builder.mul(g, integer(_SCORES))), vectors.INT)
             o = builder.ptrtoint(pointer(builder, out, builder.add(builder.mul(g, padded), at)), vectors.INT)
-            _values_tile(number, chunks, masked, True)(builder, part, dim, rest, w, count, later, o, padded)
+            _values_tile(number, chunks, masked)(builder, part, dim, rest, w, count, later, o, padded)
 
         most = 4
         fours = builder.and_(queries, integer(-most))
@@ -496,8 +495,7 @@ def _prompt(
     padded = (dim + WIDTH - 1) // WIDTH * WIDTH
     panels = (dim + _COLUMNS - 1) // _COLUMNS * _COLUMNS
     most = max(QUERY_ROWS // group, 1)
-    addresses = (scratch + 7) // 8 * 8
-    scaled = scratch + 4 * 2 * (WIDTH + 1)
+    addresses, scaled = scratch, scratch + 8 * WIDTH
     sums = scaled + 4 * most * group * padded
     scores = sums + 4 * most * group * panels
     packed_keys = scores + 4 * STRIP * _SCORES
@@ -605,6 +603,7 @@ def attend(
     scratch: int,
 ) -> None:
     """Query i of row b sees its keys up to ``computed[b] + i``, the last ``window`` of them if that is not 0."""
+    scratch = (scratch + 63) // 64 * 64  # a vector across two cache lines costs twice
     for row in range(num_rows):
         start, context = int64s(first)[row], int64s(computed)[row]
         table = tables + 4 * row * table_stride
