@@ -16,8 +16,8 @@ What it rests on, measured on one core (peak 190 GFLOPS, 31 GB/s from the last c
   otherwise at K = 8192).
 - Huge pages: a tenth of the time of one row.
 
-Beside the best of torch and FBGEMM: 0.65 to 0.95 of the time for one row, 0.3 to 0.6 for 8, 0.25 to 0.5 for 32, 0.85 for
-256 (0.3 by the matrix unit); ``bench/products.py``.
+Beside the best of torch and FBGEMM: 0.65 to 0.95 of the time for one row, 0.3 to 0.6 for 8, 0.25 to 0.5 for 32, 0.85
+for 256 (0.3 by the matrix unit); ``bench/products.py``.
 
 Rejected: fetching into the first cache, 1, 2, 4 or 16 KiB ahead, or every second line (none faster from the last cache,
 up to a quarter slower from memory); bfloat16 columns in pairs instead of inputs (as fast, but not the unit's order).
@@ -201,6 +201,10 @@ def _widened(builder: ir.IRBuilder, pairs: ir.Value, kind: int, place: int) -> i
     return builder.fpext(builder.bitcast(short, ir.VectorType(ir.HalfType(), LANES)), _VECTOR)
 
 
+def _bit(builder: ir.IRBuilder, value: ir.Value, number: int) -> ir.Value:
+    return builder.and_(builder.ashr(value, _I64(number)), _I64(1))
+
+
 def _spread(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """One float in all lanes."""
     empty = ir.Constant(_VECTOR, ir.Undefined)
@@ -277,9 +281,9 @@ def _tile_function(module: ir.Module, kind: int, rows: int) -> ir.Function:
     places = [panel, ahead, *bases]
     strides = [_I64(CHUNK * row_bytes), ahead_stride, *[chunk_stride] * len(bases)]
     places, sums = loop(chunks, places, strides, sums, CHUNK)
-    for steps in (2, 1):
+    for steps in (1,) if kind == FLOAT32 else (2, 1):
         strides = [_I64(steps * row_bytes), _I64(0), *[_I64(4 * steps)] * len(bases)]
-        count = builder.and_(builder.ashr(inputs, _I64(steps - 1)), _I64(1))
+        count = builder.and_(inputs, _I64(3)) if kind == FLOAT32 else _bit(builder, inputs, steps - 1)
         places, sums = loop(count, places, strides, sums, steps)
     while len(sums) > 2 * rows:
         half = len(sums) // 2
