@@ -83,17 +83,14 @@ def measure(model: str, rows: int, tokens: int, new: int, seconds: float) -> Non
 
     contiguous = torch.from_numpy(cache)[: sets * 2 * number * rows * kv_heads * tokens * dim]
     kept = cycle(contiguous.view(sets, number, 2, rows, kv_heads, tokens, dim).unbind())
-    packed = torch.randn(rows, kv_heads, group * new, dim) if new == 1 else torch.randn(1, heads, new, dim)
+    packed = torch.randn(rows, kv_heads, group * new, dim) if new == 1 else torch.randn(kv_heads, group, new, dim)
 
     def torchs() -> None:
         for keys, values in next(kept):
             if new == 1:
                 scaled_dot_product_attention(packed, keys, values)
             else:
-                keys, values = (
-                    x[:, :, None].expand(1, kv_heads, group, tokens, dim).reshape(1, heads, tokens, dim)
-                    for x in (keys, values)
-                )
+                keys, values = (x[0, :, None].expand(kv_heads, group, tokens, dim) for x in (keys, values))
                 scaled_dot_product_attention(packed, keys, values, is_causal=True)
 
     mine, theirs = best(ours, seconds), best(torchs, seconds)
