@@ -279,20 +279,33 @@ def test_more_prompts_than_half_a_step_share_steps_with_streams():
     rig = Rig(max_num_prefill_tokens=8, max_num_batched_tokens=40)
     rig.scheduler.add(request("a", [1] * 3, 20))
     rig.turn()
+    rig.turn()
     rig.scheduler.add(request("b", [2] * 33, 20))
     rig.run()
-    assert counts(rig, 7) == [[3], [1, 8], [1, 8], [8], [8], [1], [1, 1]]
+    assert counts(rig, 8) == [[3], [1], [1, 8], [1, 8], [8], [8], [1], [1, 1]]
 
 
-def test_prompts_that_keep_coming_hold_streams_up_for_half_a_step_at_most():
-    rig = Rig(max_num_prefill_tokens=8, max_num_batched_tokens=32)
+def test_a_burst_goes_first_where_no_stream_has_more_than_its_first_token():
+    rig = Rig(max_num_prefill_tokens=8, max_num_batched_tokens=20)
+    rig.run(*(request(str(number), [number + 1] * 8, 3) for number in range(6)))  # the first is not beside streams
+    assert counts(rig, 8) == [[8], [8], [8], [8], [8], [8], [1] * 6, [1] * 6]
+    rig = Rig(max_num_prefill_tokens=8, max_num_batched_tokens=20)
+    rig.run(*(request(str(number), [number + 1] * 8, 3) for number in range(7)))
+    assert counts(rig, 3) == [[8], [1, 8], [1, 1, 8]]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_prompts_that_keep_coming_hold_streams_up_for_a_bounded_time(fresh: bool):
+    rig = Rig(max_num_prefill_tokens=8, max_num_batched_tokens=32, max_num_seqs=32)
     rig.scheduler.add(request("a", [1] * 3, 20))
     rig.turn()
-    for number in range(12):
+    if not fresh:
+        rig.turn()
+    for number in range(24):
         rig.scheduler.add(request(str(number), [number % 8 + 2] * 8, 4))
         rig.turn()
-    with_stream = [0 in ints(plan.slots).tolist() for plan in rig.plans]
-    assert not any(a is b is c is False for a, b, c in zip(with_stream, with_stream[1:], with_stream[2:], strict=False))
+    with_stream = "".join("x" if 0 in ints(plan.slots).tolist() else "." for plan in rig.plans)
+    assert max(map(len, with_stream.split("x"))) == (8 if fresh else 2)
     rig.run()
 
 
