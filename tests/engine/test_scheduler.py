@@ -302,7 +302,7 @@ def test_prompts_that_keep_coming_hold_streams_up_for_a_bounded_time(fresh: bool
     if not fresh:
         rig.turn()
     for number in range(24):
-        rig.scheduler.add(request(str(number), [number % 8 + 2] * 8, 4))
+        rig.scheduler.add(request(str(number), [number % 8 + 1, number // 8 + 1] * 4, 4))
         rig.turn()
     with_stream = "".join("x" if 0 in ints(plan.slots).tolist() else "." for plan in rig.plans)
     assert max(map(len, with_stream.split("x"))) == (8 if fresh else 2)
