@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -120,6 +121,8 @@ class Sampler:
         self._group = group
         self._wants_logprobs = wants_logprobs
         self._noise: dict[str, Noise] = {}
+        self._seen: tuple[torch.Tensor | None, Any] = (None, None)
+        """The last logits, and their memory as numpy's array."""
         self.ids = self._ranges[group.rank_in_group]
         """This rank's slice of the vocabulary."""
 
@@ -152,7 +155,9 @@ class Sampler:
     def _likeliest(self, logits: torch.Tensor) -> Ints:
         """Tokens of a batch of greedy rows."""
         if self._group.size == 1 and logits.is_cpu:
-            found: Longs = logits.numpy().argmax(axis=1)
+            if logits is not self._seen[0]:  # a forward may give the same tensor each time
+                self._seen = logits, logits.numpy()
+            found: Longs = self._seen[1].argmax(axis=1)
             return found.astype(np.int32)
         return self._agreed(_largest(logits))[0]
 

@@ -61,7 +61,9 @@ class SteadyRows:
         self.sampling = _fixed_rows(state, slots, counters[2])
         """What the rows ask for; None if it changes from step to step."""
         self._flat = state.tokens.reshape(-1)
-        self._where = _indices(slots)
+        self._where = where = _indices(slots)
+        self._known: Ints | None = state.num_tokens[where] if isinstance(where, slice) else None
+        """A view of the slots' numbers of tokens, if there can be one."""
         self._columns = (plan.slots, pack([1] * count))
         self._source = self._computed_bytes = b""
         self.set_tables()
@@ -103,7 +105,10 @@ class SteadyRows:
         """The step's tokens [B] were sampled: they are in the slots and are the input of the next step."""
         state, where = self._state, self._where
         self._flat[self._counters[1]] = tokens
-        state.num_tokens[where] += 1
+        if self._known is None:
+            state.num_tokens[where] += 1
+        else:
+            self._known += 1
         state.sampled_by[where] = step
         state.count(self.slots, tokens)
         self._ids[:] = tokens

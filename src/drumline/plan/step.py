@@ -38,6 +38,8 @@ def pack(values: Sequence[int] | Ints) -> bytes:
     """Pack integers as little-endian int32. OverflowError if one does not fit."""
     if _NATIVE and isinstance(values, list | tuple):
         return array("i", values).tobytes()  # a third of what numpy takes for 256 numbers
+    if _NATIVE and isinstance(values, np.ndarray) and values.dtype == np.int32:
+        return values.tobytes()
     return np.asarray(values, dtype="<i4").tobytes()
 
 
