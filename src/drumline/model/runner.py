@@ -71,6 +71,7 @@ class ModelRunner:
         stage: Stage | None = None,
     ) -> None:
         self.forward = forward
+        self._gathers = forward.gathers
         self._stage = stage or Stage()
         self._sampler = sampler
         self._num_kv_heads = num_kv_heads
@@ -89,7 +90,7 @@ class ModelRunner:
     def set_cache(self, cache: KVCache) -> None:
         """Take a KV cache into use; all slots are empty then."""
         self._cache = cache
-        if self.forward.gathers:
+        if self._gathers:
             cache.keep_copies(self._max_num_seqs, self._max_model_len)
         self._unsampled.clear()
         self._stage.forget()
@@ -191,7 +192,7 @@ class ModelRunner:
             if not rows.room:
                 self._check_rows(plan, rows.slots, rows.counts, rows.computed)
         assert self._cache is not None
-        if self.forward.gathers:
+        if self._gathers:
             batch = self._batch(rows.tables, rows.computed, rows.counts, rows.slots, rows.continues)
         else:
             batch = rows.lasting_batch(self._cache, self._device)
@@ -212,7 +213,7 @@ class ModelRunner:
     ) -> AttentionBatch:
         """The attention side of a step; see ``attention.make_batch``."""
         assert self._cache is not None
-        if not self.forward.gathers:  # it finds its way by itself
+        if not self._gathers:  # it finds its way by itself
             return AttentionBatch(self._cache, tables, computed, count, self._dtype, self._device)
         decoding = slots, self.slots.life, continues
         return make_batch(self._cache, tables, computed, count, self._device, decoding=decoding)
