@@ -229,6 +229,11 @@ class ModelRunner:
         counts, blocks = ints(plan.block_counts), ints(plan.blocks)
         if not len(blocks):
             return blocks
+        if int(blocks.min()) < 0 or int(blocks.max()) >= self._cache.num_blocks:  # kernels write where they are told
+            raise RuntimeError(
+                f"step {plan.step} names blocks {int(blocks.min())} to {int(blocks.max())}: this rank has "
+                f"{self._cache.num_blocks}"
+            )
         rows = np.repeat(np.arange(len(slots)), counts)
         nth = np.arange(len(blocks)) - (np.cumsum(counts) - counts)[rows]
         first_position = (self.slots.num_blocks[slots][rows] + nth) * self._cache.block_size
