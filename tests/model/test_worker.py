@@ -261,9 +261,9 @@ def test_plans_that_contradict_the_state_are_refused(tiny: Tiny) -> None:
     with pytest.raises(RuntimeError, match="does not fit slot 1"):
         worker.execute_model(start_plan(3, 1, [4, 5, 6, 7, 8], [1]))  # one block of 4 is too few
     assert worker.cache is not None
-    for block in (worker.cache.num_blocks, -1):
+    for slot, block in ((2, worker.cache.num_blocks), (3, -1)):
         with pytest.raises(RuntimeError, match=f"names blocks.*has {worker.cache.num_blocks}"):
-            worker.execute_model(start_plan(4, 2, [4], [block]))
+            worker.execute_model(start_plan(4, slot, [4], [block]))
 
 
 def test_an_empty_plan_and_a_dummy_batch(tiny: Tiny) -> None:
