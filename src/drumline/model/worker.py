@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -125,6 +126,9 @@ class ModelWorker:
                 device=self.device,
             ),
         )
+        if self.device.type == "cpu":
+            gc.collect()
+            host.give_back_memory()  # of the weights as they were loaded: they have been laid out anew
 
     @property
     def _is_output_rank(self) -> bool:
