@@ -151,7 +151,7 @@ class ModelRunner:
             state.start(start)
         slots, count, computed = ints(plan.slots), ints(plan.num_tokens), ints(plan.num_computed)
         state.check(slots)
-        fresh = self._append_blocks(plan, slots, computed)
+        self._append_blocks(plan, slots, computed)
         self._check_rows(plan, slots, count, computed)
         self._stage.prepare(plan, state)
         chosen = np.flatnonzero(ints(plan.sample))
@@ -159,7 +159,6 @@ class ModelRunner:
         prompt = state.prompt_rows(slots, count, computed)
         logits, seconds, decodes = torch.empty((0, 0)), 0.0, False
         if len(slots):
-            self._clear(fresh)
             starts = np.cumsum(count) - count
             single = len(slots) == int(starts[-1]) + 1 == int(starts[-1] + count[-1])
             decodes = single and len(chosen) == len(slots) and prompt is None
@@ -187,7 +186,7 @@ class ModelRunner:
     def _go_on(self, plan: StepPlan, rows: SteadyRows) -> StepOutput:
         """Run a step that follows the one before."""
         if plan.blocks:
-            self._clear(self._append_blocks(plan, rows.slots, rows.computed))
+            self._append_blocks(plan, rows.slots, rows.computed)
             rows.set_tables()
             if not rows.room:
                 self._check_rows(plan, rows.slots, rows.counts, rows.computed)
@@ -218,27 +217,25 @@ class ModelRunner:
         decoding = slots, self.slots.life, continues
         return make_batch(self._cache, tables, computed, count, self._device, decoding=decoding)
 
-    def _clear(self, blocks: Ints) -> None:
-        """New blocks hold nothing yet."""
-        if len(blocks) and self._cache is not None:
-            self._cache.clear(self._tensor(blocks))
-
-    def _append_blocks(self, plan: StepPlan, slots: Ints, computed: Ints) -> Ints:
-        """Extend block tables; the ids of new blocks that hold nothing yet (a prefix hit's hold something)."""
+    def _append_blocks(self, plan: StepPlan, slots: Ints, computed: Ints) -> None:
+        """Extend block tables. Where attention looks at places that no query sees, new blocks are cleared."""
         assert self._cache is not None
         counts, blocks = ints(plan.block_counts), ints(plan.blocks)
         if not len(blocks):
-            return blocks
+            return
         if int(blocks.min()) < 0 or int(blocks.max()) >= self._cache.num_blocks:  # kernels write where they are told
             raise RuntimeError(
                 f"step {plan.step} names blocks {int(blocks.min())} to {int(blocks.max())}: this rank has "
                 f"{self._cache.num_blocks}"
             )
-        rows = np.repeat(np.arange(len(slots)), counts)
-        nth = np.arange(len(blocks)) - (np.cumsum(counts) - counts)[rows]
-        first_position = (self.slots.num_blocks[slots][rows] + nth) * self._cache.block_size
+        if self._gathers:  # other forwards touch what they write and nothing else
+            rows = np.repeat(np.arange(len(slots)), counts)
+            nth = np.arange(len(blocks)) - (np.cumsum(counts) - counts)[rows]
+            first_position = (self.slots.num_blocks[slots][rows] + nth) * self._cache.block_size
+            fresh = blocks[first_position >= computed[rows]]  # a prefix hit's hold something
+            if len(fresh):
+                self._cache.clear(self._tensor(fresh))
         self.slots.append_blocks(slots, counts, blocks)
-        return blocks[first_position >= computed[rows]]
 
     def _check_rows(self, plan: StepPlan, slots: Ints, count: Ints, computed: Ints) -> None:
         """Raise if the plan contradicts what this rank knows."""

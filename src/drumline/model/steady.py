@@ -12,7 +12,7 @@ slot starts or is freed, a prompt, other rows, sampling deferred, a contradictio
 slots up to date: they are written in each step.
 
 Arrays are used by the step only: who keeps one for longer must copy it. A forward that finds its way by itself
-(``Forward.gathers``) gets the same batch and the same tensors each time, as long as no block is added.
+(``Forward.gathers``) gets the same batch and the same tensors each time: tables have room for blocks to come.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from drumline.model.attention import AttentionBatch, KVCache
 from drumline.model.sampling import SamplingRows
 from drumline.model.slots import Ints, SlotTable
 from drumline.plan.step import StepPlan, pack
+
+TABLE_ROOM = 16
+"""Blocks that the tables of a lasting batch have room for beside those that are there."""
 
 
 class SteadyRows:
@@ -44,7 +47,8 @@ class SteadyRows:
         self.counts: Ints = np.ones(count, dtype=np.int32)
         """[B] tokens of each row in the step."""
         self.batch: AttentionBatch | None = None
-        """Of the last step, until blocks are appended; for forwards that do not gather."""
+        """Of the last step, until blocks are appended that its tables have no room for; for forwards that do not
+        gather."""
         counters = np.empty((3, count), dtype=np.int64)
         counters[0] = self.computed
         counters[1] = slots.astype(np.int64) * state.tokens.shape[1] + known
@@ -75,17 +79,24 @@ class SteadyRows:
         blocks = state.num_blocks[slots]
         self.tables: Ints = state.tables[slots, : int(blocks.max())]
         """[B, N] block ids."""
-        self.batch = None
+        if self.batch is not None:
+            lasting, width = self.batch.tables, self.tables.shape[1]
+            if width <= lasting.shape[1]:
+                lasting[:, :width] = self.tables
+            else:
+                self.batch = None
         most = np.minimum(blocks * self._block_size, state.max_tokens - 1)
         self.room = int((most - self.computed).min())
         """Steps that the blocks and the slots have room for."""
 
     def lasting_batch(self, cache: KVCache, device: torch.device) -> AttentionBatch:
-        """What a forward that does not gather needs of the rows: the same object again, if no block was appended."""
+        """What a forward that does not gather needs of the rows: mostly the same object again."""
         if self.batch is None:
+            tables = np.zeros((len(self.slots), self.tables.shape[1] + TABLE_ROOM), dtype=np.int32)
+            tables[:, : self.tables.shape[1]] = self.tables
             computed: npt.NDArray[Any] = self._counters[0]  # int64, as kernels take it
             ones: npt.NDArray[Any] = np.ones(len(self.slots), dtype=np.int64)
-            self.batch = AttentionBatch(cache, self.tables, computed, ones, cache.data.dtype, device)
+            self.batch = AttentionBatch(cache, tables, computed, ones, cache.data.dtype, device)
         return self.batch
 
     def follow(self, plan: StepPlan) -> bool:
