@@ -64,7 +64,7 @@ def front_end(door: socket.socket, commands: Connection) -> None:
     """The other process: (streams, rounds, temperature) comes, that many rounds are run, an answer goes back."""
     channel = FrontChannel()
     socket.send_fds(door, [b"x"], [channel.door])
-    channel.wait_connected(60.0, lambda: None)
+    channel.close_door()
     poller = select.poll()
     poller.register(channel.fd, select.POLLIN)
     number = 0
@@ -82,7 +82,7 @@ def front_end(door: socket.socket, commands: Connection) -> None:
                 for message in channel.receive():
                     if isinstance(message, EngineOutputs):
                         left -= sum(output.finish_reason is not None for output in message.outputs)
-                if left and not channel.has_input():
+                if left:
                     poller.poll(1000)
         commands.send(None)
     channel.close()

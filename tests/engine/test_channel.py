@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import select
 import threading
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -29,7 +31,7 @@ class Ends:
         self.front = FrontChannel()
         self._came = threading.Condition()
         self.core = CoreChannel(self.front.door, self._ring)
-        self.front.wait_connected(10, lambda: None)
+        self.front.close_door()
 
     def _ring(self) -> None:
         with self._came:
@@ -40,7 +42,7 @@ class Ends:
             assert self._came.wait_for(lambda: len(self.core.inbox) >= count, 10)
 
     def receive(self) -> Iterator[EngineOutputs | UtilityResult]:
-        while self.front._socket.poll(5_000):
+        while select.select([self.front.fd], [], [], 5.0)[0] and not self.front.ended:
             yield from self.front.receive()
 
     def close(self) -> None:
@@ -74,8 +76,46 @@ def test_messages_of_all_kinds_arrive_in_order(ends: Ends):
     assert [next(incoming), next(incoming)] == [outputs, result]
 
 
-def test_nobody_else_can_connect_afterwards(ends: Ends):
+def test_the_core_has_the_only_copy_of_its_end(ends: Ends):
     assert ends.front.door == -1
+    ends.core.send(UtilityResult(call_id=1, value="last word"))
+    ends.core.close()
+    assert [message.value for message in ends.receive() if isinstance(message, UtilityResult)] == ["last word"]
+    assert ends.front.ended
+    ends.front.send(Abort(request_ids=["a"]))  # goes nowhere, and that is no error
+    assert not ends.front.waiting
+
+
+def test_requests_wait_for_a_core_that_does_not_read():
+    front = FrontChannel()
+    requests = [
+        EngineRequest(request_id=str(n), prompt_token_ids=[1000] * 50_000, sampling=SamplingParams(), seed=n)
+        for n in range(8)
+    ]
+    for request in requests:
+        front.send(request)
+    assert front.waiting
+    came = threading.Semaphore(0)
+    core = CoreChannel(front.door, came.release)
+    front.close_door()
+    while front.waiting:
+        assert select.select([], [front.fd], [], 5.0)[1]
+        front.flush()
+    while len(core.inbox) < len(requests):
+        assert came.acquire(timeout=5)
+    assert list(core.inbox) == requests
+    core.close()
+    front.close()
+
+
+def test_a_core_whose_front_end_is_gone_goes_on(ends: Ends):
+    ends.front.close()
+    for _ in range(3):
+        ends.core.send(EngineOutputs(outputs=[out("a", 0, [1])], stats=EngineStats()))
+    before = time.process_time_ns()
+    time.sleep(0.1)
+    assert time.process_time_ns() - before < 50_000_000  # its thread does not spin
+    assert ends.core.error is None
 
 
 def test_what_is_no_message_is_told_apart(ends: Ends):
@@ -88,7 +128,7 @@ def test_what_is_no_message_is_told_apart(ends: Ends):
         "seed": 1,
     }
     for data in (msgspec.msgpack.encode(request), msgspec.msgpack.encode(wrong_value), b"\xc1", b"\xa2\xff\xff"):
-        ends.front._socket.send(data)
+        ends.front._frames.send(data)
     ends.wait_inbox(4)
     first, second, third, fourth = ends.core.inbox
     assert isinstance(first, Undecodable)

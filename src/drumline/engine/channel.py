@@ -1,21 +1,21 @@
-"""The engine core's side of the ZMQ channel to its front end.
+"""The engine core's side of the channel to its front end.
 
 ::
 
-    front end (DEALER, bound)                   engine core
-    requests, aborts, calls  ---- ipc ---->  engine-io thread: decode -> inbox (deque) -> waiter.ring()   main thread
-    outputs, results         <--- ipc -----  main thread: encode, send
+    front end                                   engine core
+    requests, aborts, calls  -- socketpair ->  engine-io thread: decode -> inbox (deque) -> waiter.ring()   main thread
+    outputs, results         <- socketpair --  main thread: encode, send
 
-One socket, two threads, one lock. The main thread sends by itself: handing outputs to another thread costs two switches
-and a fight for the interpreter's lock in every step, more than encoding and sending take (a one-token step: 163 us of
-CPU in the other thread, 20 us here). The engine-io thread is there to wake the main thread, which sleeps on its
-waiter, when something comes, and to send what the socket did not take at first. It sleeps on the socket's descriptor.
-That is edge-triggered, and any call on the socket may take the edge; so whoever has the lock looks for input after
-each send and takes it in.
+The main thread sends by itself: handing outputs to another thread costs two switches and a fight for the interpreter's
+lock in every step, more than encoding and sending take (a one-token step: 163 us of CPU in the other thread, 20 us
+here). The engine-io thread is there to wake the main thread, which sleeps on its waiter, when something comes, and to
+send what the socket did not take at first. It alone receives; whoever sends has the lock.
 
-**A front end that does not read.** The socket holds ``HIGH_WATER`` messages each way; then sending would block. What
-comes then is merged: one output with all new tokens for each request. So the engine runs on, nothing is dropped or
-reordered within a request, and the memory is bounded by what the requests in the engine can give (their max_tokens).
+**A front end that does not read.** The socket's buffer holds some hundred outputs. What comes once it is full is
+merged: one output with all new tokens for each request. So the engine runs on, nothing is dropped or reordered within a
+request, and the memory is bounded by what the requests in the engine can give (their max_tokens).
+
+**A front end that is gone** is noticed by the control connection; here, what is sent to it goes nowhere.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from __future__ import annotations
 import logging
 import os
 import select
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
-import zmq
 
 from drumline.engine.protocol import (
     Abort,
@@ -42,10 +41,7 @@ from drumline.engine.protocol import (
 )
 from drumline.processes.messages import encode
 from drumline.processes.reports import make_report
-from drumline.transport.sockets import connect, door_address
-
-HIGH_WATER = 64
-"""Messages that wait in the socket, on each side, before merging begins."""
+from drumline.transport.frames import Frames
 
 Incoming = EngineRequest | Abort | UtilityCall
 Outgoing = EngineOutputs | UtilityResult
@@ -108,7 +104,7 @@ class CoreChannel:
     """See the module's text. ``on_message`` is called, by any thread, after something came into ``inbox``."""
 
     def __init__(self, door: int, on_message: Callable[[], None]) -> None:
-        """``door``: descriptor of the front end's socket (``FrontChannel.door``); stays open as long as this."""
+        """``door``: descriptor of this end of the connection (``FrontChannel.door``); stays the caller's."""
         self.inbox: deque[Incoming | Undecodable] = deque()
         self.error: BaseException | None = None
         """What broke the channel; the main thread is woken then and should end."""
@@ -117,15 +113,13 @@ class CoreChannel:
         self._decoder = msgspec.msgpack.Decoder(EngineRequest | Abort | UtilityCall)
         self._encoder = msgspec.msgpack.Encoder()
         self._backlog = Backlog()
-        self._unsent: bytes | None = None
         self._lock = threading.Lock()
-        self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
+        self._frames = Frames(socket.socket(fileno=os.dup(door)))
         self._wake = -1
         try:
-            self._socket = connect(self._context, zmq.DEALER, door_address(door), sndhwm=HIGH_WATER, rcvhwm=HIGH_WATER)
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         except BaseException:
-            self._context.destroy(linger=0)
+            self._frames.close()
             raise
         self._thread = threading.Thread(target=self._run, name="engine-io", daemon=True)
         self._thread.start()
@@ -138,11 +132,11 @@ class CoreChannel:
         with self._lock:
             if self._closing:
                 return
-            if self._waits:
+            if self._frames.waiting:
                 self._backlog.add(message)
-            else:
-                self._try(self._encode(message))
-            self._use()
+                return
+            if not self._frames.send(self._encode(message)):
+                os.eventfd_write(self._wake, 1)  # from now on the thread waits for room, too
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End the thread; what was not sent is lost. Idempotent."""
@@ -155,55 +149,48 @@ class CoreChannel:
         if not self._thread.is_alive():
             os.close(self._wake)
             self._wake = -1
-            self._socket.close(linger=0)
-            self._context.destroy(linger=0)
+            self._frames.close()
 
     # the thread
 
     def _run(self) -> None:
+        frames, wake = self._frames, self._wake
         try:
             poller = select.poll()
-            poller.register(self._wake, select.POLLIN)
-            poller.register(int(self._socket.FD), select.POLLIN)
-            while True:
+            poller.register(wake, select.POLLIN)
+            poller.register(frames.fd, select.POLLIN)
+            ended = False
+            while not self._closing:
+                for fd, events in poller.poll():
+                    if fd == wake:
+                        os.eventfd_read(wake)
+                    elif events & ~select.POLLOUT:
+                        self._receive()
                 with self._lock:
-                    if self._closing:
-                        return
-                    self._use()
-                poller.poll()  # the eventfd ends it: close()
+                    self._send_waiting()
+                    room = select.POLLOUT if frames.waiting else 0
+                if not frames.eof:
+                    poller.modify(frames.fd, select.POLLIN | room)
+                elif not ended:
+                    ended = True
+                    poller.unregister(frames.fd)
         except Exception as error:
             log.exception("the channel to the front end broke")
             self.error = error
             self._on_message()
 
-    # whoever has the lock
-
-    @property
-    def _waits(self) -> bool:
-        """Something could not be sent yet."""
-        return self._unsent is not None or bool(self._backlog)
-
-    def _use(self) -> None:
-        """Do all that the socket can do now: after this its descriptor tells of everything that comes."""
-        while True:
-            events = int(self._socket.get(zmq.EVENTS))  # the attribute costs several times as much
-            if events & zmq.POLLIN:
-                self._receive()
-            elif events & zmq.POLLOUT and self._waits:
-                self._send_waiting()
-            else:
-                return
-
     def _receive(self) -> None:
         """Take in what has come."""
-        try:
-            for _ in range(4 * HIGH_WATER):  # then outputs get a turn
-                self.inbox.append(self._decode(self._socket.recv(zmq.NOBLOCK)))
-        except zmq.Again:
-            pass
+        self.inbox.extend(self._frames.receive(self._decode))
         self._on_message()
 
-    def _decode(self, data: bytes) -> Incoming | Undecodable:
+    def _send_waiting(self) -> None:
+        """Send what waits, as far as the socket takes it."""
+        self._frames.flush()
+        while not self._frames.waiting and (message := self._backlog.take()) is not None:
+            self._frames.send(self._encode(message))
+
+    def _decode(self, data: bytes | memoryview) -> Incoming | Undecodable:
         try:
             message: Incoming = self._decoder.decode(data)
             return message
@@ -214,21 +201,6 @@ class CoreChannel:
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 request_id = ""
             return Undecodable(request_id=request_id, message=str(error))
-
-    def _send_waiting(self) -> None:
-        """Send what waits, as far as the socket takes it."""
-        data, self._unsent = self._unsent, None
-        if data is not None:
-            self._try(data)
-        while self._unsent is None and (message := self._backlog.take()) is not None:
-            self._try(self._encode(message))
-
-    def _try(self, data: bytes) -> None:
-        """Send, or keep."""
-        try:
-            self._socket.send(data, zmq.NOBLOCK)
-        except zmq.Again:
-            self._unsent = data
 
     def _encode(self, message: Outgoing) -> bytes:
         try:

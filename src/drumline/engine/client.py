@@ -3,7 +3,7 @@
 ::
 
     this process                                    engine core
-    client -- FrontChannel (ZMQ over a nameless unix socket) -- CoreChannel -- EngineCore loop
+    client -- FrontChannel (one end of a socketpair) -- CoreChannel -- EngineCore loop
            -- control connection, pidfd (supervisor's thread) -- phases, ready, failure, stop
 
 Both start everything (fork server, engine core, through it the workers) and end everything. Neither needs a main guard,
@@ -25,7 +25,7 @@ from typing import Any
 
 from drumline.config import EngineConfig
 from drumline.engine.front import FrontChannel, Stream, result_value
-from drumline.engine.launch import CONNECT_TIMEOUT_S, EngineProcesses
+from drumline.engine.launch import EngineProcesses
 from drumline.engine.protocol import (
     Abort,
     EngineInfo,
@@ -88,8 +88,8 @@ class _Client:
         channel = self._channel = FrontChannel()
         try:
             self._processes.start(channel.door)
+            channel.close_door()
             info = self._processes.wait_ready()
-            channel.wait_connected(CONNECT_TIMEOUT_S, self._processes.raise_if_dead)
         except BaseException:
             self._processes.shutdown()
             channel.close()
@@ -106,7 +106,10 @@ class _Client:
 
 
 class SyncEngineClient(_Client):
-    """An engine for plain programs. Methods may be called from any thread; ``poll`` by one at a time."""
+    """An engine for plain programs. Methods may be called from any thread; ``poll`` by one at a time.
+
+    What the engine does not take at once goes out with the next call.
+    """
 
     def __init__(self, config: EngineConfig, *, role: str = "LLM") -> None:
         super().__init__(config, role=role)
@@ -175,14 +178,14 @@ class SyncEngineClient(_Client):
         with self._lock:
             channel = self._ready_channel()
             channel.send(message)
-            if channel.has_input():  # sending may have swallowed the signal that a poller waits for
+            if channel.waiting and self._waiting_threads:  # it waits for room from now on
                 os.eventfd_write(self._wake, 1)
 
     def _wait(self, enough: Callable[[], bool], timeout: float | None) -> bool:
         """Take in what comes until ``enough()``; False after ``timeout`` seconds.
 
-        Several threads may be here (one polls, others call). Whoever takes in messages may take another's, and the
-        socket's descriptor tells of them only once; so while there are several, none sleeps long.
+        Several threads may be here (one polls, others call). Whoever takes in messages may take another's; so while
+        there are several, none sleeps long.
         """
         with self._lock:
             self._waiting_threads += 1
@@ -201,21 +204,23 @@ class SyncEngineClient(_Client):
                 self._take_in(channel)
                 if enough():
                     return True
-                fds = (channel.fd, self._wake)
+                wake = self._wake
+                poller = select.poll()
+                poller.register(wake, select.POLLIN)
+                if not channel.ended:
+                    poller.register(channel.fd, select.POLLIN | (select.POLLOUT if channel.waiting else 0))
                 longest = _LONGEST_POLL_S if self._waiting_threads == 1 else _SHARED_POLL_S
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return False
-            poller = select.poll()
-            for fd in fds:
-                poller.register(fd, select.POLLIN)
             poller.poll((longest if left is None else min(left, longest)) * 1000)  # a death writes to the eventfd
             try:
-                os.eventfd_read(fds[1])
+                os.eventfd_read(wake)
             except OSError:
                 pass  # nothing was written, or it was shut down: then the next turn raises
 
     def _take_in(self, channel: FrontChannel) -> None:
+        channel.flush()
         for message in channel.receive():
             if isinstance(message, EngineOutputs):
                 self._stats = message.stats
@@ -363,9 +368,17 @@ class AsyncEngineClient(_Client):
     def _send(self, message: EngineRequest | Abort | UtilityCall) -> None:
         channel = self._ready_channel()
         channel.send(message)
-        if channel.has_input():  # sending may have swallowed the signal that the loop waits for
+        if channel.waiting and self._watched_fd >= 0:
             assert self._loop is not None
-            self._loop.call_soon(self._take_in)
+            self._loop.add_writer(self._watched_fd, self._flush)
+
+    def _flush(self) -> None:
+        """There is room for what waits."""
+        channel = self._channel
+        if channel is not None:
+            channel.flush()
+        if (channel is None or not channel.waiting) and self._watched_fd >= 0 and self._loop is not None:
+            self._loop.remove_writer(self._watched_fd)
 
     def _take_in(self) -> None:
         """Hand out what has come: one call for each request, however many steps this loop was behind."""
@@ -385,9 +398,8 @@ class AsyncEngineClient(_Client):
                 future.set_result(message)
         for push in touched.values():
             push.resume()
-        if channel.has_input():
-            assert self._loop is not None
-            self._loop.call_soon(self._take_in)
+        if channel.ended and self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(channel.fd)
 
     def _on_failure(self, report: FailureReport) -> None:
         """The supervisor's thread."""
@@ -407,6 +419,7 @@ class AsyncEngineClient(_Client):
         if self._watched_fd >= 0 and self._loop is not None:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._watched_fd)
+                self._loop.remove_writer(self._watched_fd)
             self._watched_fd = -1
 
     def _end_all(self) -> None:

@@ -1,86 +1,72 @@
-"""The front end's side of the ZMQ channel to the engine core: the socket, and what both clients do with it.
+"""The front end's side of the channel to the engine core: the socket, and what both clients do with it.
 
-The socket is bound before the engine core exists and has no name in the file system: the core is given a descriptor
-that leads to it (``door``). Requests wait in
-the socket as long as need be (the front end's own memory); outputs wait there up to a high water mark, from which on
-the engine core merges them (``engine.channel``), so a front end that does not read costs nobody memory.
+A socketpair is made before the engine core exists, which is given its end (``door``): nobody else can connect.
+Requests wait here as long as need be (the front end's own memory); outputs wait in the socket until it is full, from
+which on the engine core merges them (``engine.channel``), so a front end that does not read costs nobody memory.
 """
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+import socket
 from typing import Any
 
 import msgspec
-import zmq
 
-from drumline.engine.channel import HIGH_WATER, merge
+from drumline.engine.channel import merge
 from drumline.engine.protocol import Abort, EngineOutputs, EngineRequest, RequestOutput, UtilityCall, UtilityResult
 from drumline.errors import RemoteCallError
-from drumline.transport.sockets import Peers, bind_nameless
+from drumline.transport.frames import Frames
 
 
 class FrontChannel:
-    """One bound DEALER. Not thread-safe, but it may be used by one thread after another."""
+    """One end of the connection. Not thread-safe, but it may be used by one thread after another."""
 
     def __init__(self) -> None:
-        self._context: zmq.Context[Any] = zmq.Context(io_threads=1)
-        self.door = -1
-        """Descriptor for the engine core (``CoreChannel``); -1 once it is connected."""
-        try:
-            self._socket, self.door = bind_nameless(self._context, zmq.DEALER, sndhwm=0, rcvhwm=HIGH_WATER)
-            self._peers = Peers(self._socket)
-        except BaseException:
-            self._context.destroy(linger=0)
-            self._close_door()
-            raise
+        mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._frames = Frames(mine)
+        self.door = other.detach()
+        """Descriptor for the engine core (``CoreChannel``); -1 once it was given away."""
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(EngineOutputs | UtilityResult)
+        self._decode = msgspec.msgpack.Decoder(EngineOutputs | UtilityResult).decode
 
-    def wait_connected(self, timeout_s: float, alive: Callable[[], None]) -> None:
-        """Wait for the engine core's connection; nobody else can connect then. ``alive`` raises if it died."""
-        try:
-            self._peers.wait(1, time.monotonic() + timeout_s, alive)
-        finally:
-            self._close_door()
-
-    def _close_door(self) -> None:
+    def close_door(self) -> None:
+        """The engine core has a copy of ``door``, or it is on its way. Idempotent."""
         door, self.door = self.door, -1
         if door >= 0:
             os.close(door)
 
     @property
     def fd(self) -> int:
-        """Becomes readable when something *may* have come; after that, and after each send, look with receive."""
-        return int(self._socket.FD)
+        """Readable while there is something to :meth:`receive`; watch it for room, too, while :attr:`waiting`."""
+        return self._frames.fd
+
+    @property
+    def waiting(self) -> bool:
+        """Something could not be sent yet: :meth:`flush` when there is room."""
+        return self._frames.waiting
+
+    @property
+    def ended(self) -> bool:
+        """The engine core is gone, and all that it said was received: do not watch :attr:`fd` any more."""
+        return self._frames.eof
 
     def send(self, message: EngineRequest | Abort | UtilityCall) -> None:
-        """Send. If the engine core is gone this does nothing: whoever watches it tells everyone."""
-        try:
-            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            pass
+        """Send, or keep it. If the engine core is gone this does nothing: whoever watches it tells everyone."""
+        self._frames.send(self._encoder.encode(message))
 
-    def has_input(self) -> bool:
-        """Something has come. Sending can hide it from whoever waits on ``fd``, so ask this after each send."""
-        return bool(int(self._socket.EVENTS) & zmq.POLLIN)
+    def flush(self) -> None:
+        """Send what was kept, as far as there is room."""
+        self._frames.flush()
 
-    def receive(self, most: int = 4 * HIGH_WATER) -> Iterator[EngineOutputs | UtilityResult]:
-        """What has come, without waiting."""
-        for _ in range(most):
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            yield self._decoder.decode(data)
+    def receive(self) -> list[EngineOutputs | UtilityResult]:
+        """What has come, without waiting; there may be more."""
+        return self._frames.receive(self._decode)
 
     def close(self) -> None:
         """Close everything. Idempotent."""
-        self._peers.close()
-        self._close_door()
-        self._context.destroy(linger=0)
+        self.close_door()
+        self._frames.close()
 
 
 class Stream:

@@ -35,10 +35,6 @@ from drumline.processes import (
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 10.0
-"""A ready engine core has connected long ago; this is only a bound."""
-
-
 CORE_SLACK_S = 0.5
 """What the engine core has, after its workers have ended or been killed, to end itself."""
 

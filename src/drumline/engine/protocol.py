@@ -1,6 +1,6 @@
 """Messages between the front end (API server, LLM) and the engine core, and the front end's view of an engine.
 
-Requests and outputs are msgspec messages over ZMQ on unix sockets. Start, phases, failures and stop go over the
+Requests and outputs are msgspec messages over a socketpair. Start, phases, failures and stop go over the
 engine core's control connection.
 """
 

@@ -205,7 +205,7 @@ class Command:
         config = await resolve(self._config, self.service.set_phase)
         check_model(config)
         self.service.set_phase("starting the engine")
-        # Late, so that the first answers of /startupz do not wait for ZMQ.
+        # Late, so that the first answers of /startupz do not wait for its imports.
         from drumline.engine.client import AsyncEngineClient
 
         self._engine = self.service.engine = AsyncEngineClient(config)

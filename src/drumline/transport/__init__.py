@@ -1,7 +1,7 @@
 """Bytes between the processes of one machine: shared memory, doorbells, waiters, rings, queues, codecs.
 
 From below: :mod:`fence`, :mod:`memory` (memfd), :mod:`doorbell` (futex), :mod:`waiter`, :mod:`ring` (pure),
-:mod:`broadcast` (ring + doorbells), :mod:`codec` (objects to bytes); beside them :mod:`sockets` (where ZMQ's unix
+:mod:`broadcast` (ring + doorbells), :mod:`codec` (objects to bytes), :mod:`frames` (messages on a socketpair); beside them :mod:`sockets` (where ZMQ's unix
 sockets live), which is not imported here because it needs zmq.
 """
 
