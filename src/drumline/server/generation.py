@@ -128,6 +128,8 @@ class Generation:
         try:
             for choice in self._choices:
                 choice.handle = self._engine.open(choice.request, partial(self._on_output, choice), self._on_dead)
+            for assembler in self._assemblers:
+                assembler.get_ready()
         except Exception as e:  # noqa: BLE001 - raised again by wait()
             self._fail(e)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -118,7 +119,7 @@ class Source(Protocol):
     """What a stream sends."""
 
     def start(self, write: Callable[[bytes], None], busy: Callable[[], bool]) -> None:
-        """Begin to call ``write`` with events, except while ``busy()``."""
+        """Begin to call ``write`` with events, except while ``busy()``. What goes wrong is raised by :meth:`wait`."""
 
     def resume(self) -> None:
         """It is not busy any more."""
@@ -138,6 +139,9 @@ class Direct(Protocol):
 
     async def drain(self) -> None:
         """Wait until the client has read enough."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """What ASGI's ``send`` writes inside goes out at once, at the end."""
 
 
 DIRECT = "drumline.direct"
@@ -168,6 +172,8 @@ class EventStream(Response):
         """Stream until the events end, the client leaves or the server ends."""
         direct: Direct | None = scope.get(DIRECT)
         try:
+            # Before any task is made, so that the engine begins.
+            self._source.start(self._write, lambda: self._busy)
             await until_gone(self._service, receive, self._stream(send, direct))
         except ClientGoneError:
             return
@@ -184,7 +190,6 @@ class EventStream(Response):
         ended = asyncio.ensure_future(self._source.wait())
         ended.add_done_callback(lambda _: self._wake.set())
         try:
-            self._source.start(self._write, lambda: self._busy)
             while not ended.done() or self._parts:
                 await self._wake.wait()
                 self._wake.clear()
@@ -212,8 +217,9 @@ class EventStream(Response):
             if self._parts:
                 data = b"".join(self._parts)
                 self._parts.clear()
-                await self._start(send)
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                with nullcontext() if self._started or direct is None else direct.together():
+                    await self._start(send)
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
             if direct is not None:
                 await direct.drain()
             self._busy = False

@@ -151,8 +151,9 @@ class TextRoom:
         params = self._params(body, num_top, 1 if echo_only else None)
         if body.echo and num_top is not None and params.prompt_logprobs is None:
             params.prompt_logprobs = num_top
-        params.best_of = whole_number(body.best_of, "best_of", 1, MAX_N)
-        params.check()
+        if body.best_of is not None:
+            params.best_of = whole_number(body.best_of, "best_of", 1, MAX_N)
+            params.check()
         if body.stream and (params.best_of or params.n) > params.n:
             raise bad_request("best_of needs all outputs before it can choose; it cannot be streamed.", "best_of")
         prompts = split_prompt(body.prompt)
@@ -315,9 +316,10 @@ def split_prompt(prompt: Any) -> list[str | list[int]]:
         raise bad_request("prompt must be a text, token ids, or a list of either.", "prompt")
     if not prompt:
         raise bad_request("prompt is empty.", "prompt")
-    if len(prompt) <= MAX_CHOICES and all(isinstance(item, str | list) for item in prompt):
+    kinds = set(map(type, prompt))  # of JSON: nothing has a type derived from these
+    if len(prompt) <= MAX_CHOICES and kinds <= {str, list}:
         return prompt
-    if any(isinstance(item, str | list) for item in prompt):
+    if not kinds.isdisjoint({str, list}):
         many = len(prompt) > MAX_CHOICES
         reason = f"can have at most {MAX_CHOICES} prompts" if many else "mixes prompts and token ids"
         raise bad_request(f"prompt {reason}.", "prompt")

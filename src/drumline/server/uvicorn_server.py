@@ -6,7 +6,7 @@ an idle server. ``main_loop`` waits for an event instead; the date header is wri
 uvicorn limits neither the size of a head nor the time that a client takes, and leaves framing to httptools;
 ``Protocol`` puts framing.py in front of that. What it rests on in uvicorn: ``on_headers_complete``, ``on_body``,
 ``on_message_complete`` and ``on_response_complete`` of HttpToolsProtocol, the flags of its request cycle, its flow
-control and its keep-alive timer.
+control, its keep-alive timer, and that a request cycle writes to its ``transport``.
 """
 
 from __future__ import annotations
@@ -233,10 +233,36 @@ class DirectBody:
         self._write(b"%x\r\n%b\r\n" % (len(data), data) if cycle.chunked_encoding else data)
         return not cycle.flow.write_paused
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """See ``http.Direct``."""
+        cycle, parts = self._cycle, _Parts(self._cycle.transport)
+        cycle.transport = parts  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            cycle.transport = parts.transport
+            if parts.data and not cycle.disconnected:
+                self._write(b"".join(parts.data))
+
     async def drain(self) -> None:
         """Wait until the client has read enough, or is gone."""
         if self._cycle.flow.write_paused and not self._cycle.disconnected:
             await self._cycle.flow.drain()
+
+
+class _Parts:
+    """Stands for a transport, and keeps what is written."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self.data: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.data.append(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
 
 
 class HttpServer(uvicorn.Server):

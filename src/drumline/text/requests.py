@@ -13,6 +13,7 @@ import operator
 import random
 import secrets
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,13 +111,15 @@ class RequestBuilder:
         self._check_params(params)
         params = self._resolve(params, len(token_ids), strict_max_tokens)
         bad_words = self._bad_words(params.bad_words or ())
-        single = params.clone()
+        single = copy(params)  # clone() would check again what was just checked
         single.n, single.best_of, single.prompt_logprobs = 1, None, None
         count = params.best_of or params.n
         if count > params.n and single.logprobs is None:
             single.logprobs = 0  # to rank them by
-        first = single.clone()
-        first.prompt_logprobs = params.prompt_logprobs
+        first = single
+        if params.prompt_logprobs is not None:
+            first = copy(single)
+            first.prompt_logprobs = params.prompt_logprobs
         seed = (params.seed if params.seed is not None else self._draw(64)) % _SEEDS
         children = [
             EngineRequest(
@@ -182,6 +185,9 @@ class RequestBuilder:
         if not len(ids):
             raise RequestError("The prompt is empty.", param="prompt")
         self._check_length(len(ids))
+        if type(ids) is list and set(map(type, ids)) == {int}:
+            self._check_range(ids)
+            return ids.copy()
         try:
             found = [operator.index(token) for token in ids if not isinstance(token, bool)]
         except TypeError:

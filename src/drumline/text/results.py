@@ -76,7 +76,7 @@ class _Child:
     """State of one output."""
 
     index: int
-    detokenizer: Detokenizer
+    detokenizer: Detokenizer | None = None
     received: int = 0
     """Tokens that the engine has sent, those after a stop string included."""
     output: CompletionOutput = field(init=False)
@@ -102,16 +102,24 @@ class OutputAssembler:
         self._tokenizer = tokenizer
         self._prepared = prepared
         params = prepared.params
-        self._children = {
-            child.request_id: _Child(index, Detokenizer(tokenizer, prepared.prompt_token_ids, params))
-            for index, child in enumerate(prepared.children)
-        }
+        self._children = {child.request_id: _Child(index) for index, child in enumerate(prepared.children)}
         self._wants_logprobs = params.logprobs is not None or len(self._children) > params.n
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         for child in self._children.values():
             if self._wants_logprobs:
                 child.output.logprobs, child.output.cumulative_logprob = [], 0.0
         self._aborts: list[str] = []
+
+    def get_ready(self) -> None:
+        """Do now what the first :meth:`push` of each child would do else: to be called once the engine is at work."""
+        for child in self._children.values():
+            self._detokenizer(child)
+
+    def _detokenizer(self, child: _Child) -> Detokenizer:
+        if child.detokenizer is None:
+            prepared = self._prepared
+            child.detokenizer = Detokenizer(self._tokenizer, prepared.prompt_token_ids, prepared.params)
+        return child.detokenizer
 
     @property
     def finished(self) -> bool:
@@ -149,15 +157,16 @@ class OutputAssembler:
             return None
         if child.index == 0 and tokens:
             self._take_prompt_logprobs(new.prompt_logprobs)
-        text, stop = child.detokenizer.push(tokens)
-        tokens = tokens[: child.detokenizer.consumed]
+        detokenizer = self._detokenizer(child)
+        text, stop = detokenizer.push(tokens)
+        tokens = tokens[: detokenizer.consumed]
         delta = CompletionOutput(index=child.index, text=text, token_ids=list(tokens))
         if stop is not None:
             delta.finish_reason, delta.stop_reason = "stop", stop
             if new.finish_reason is None:
                 self._aborts.append(new.request_id)
         elif new.finish_reason is not None:
-            delta.text += child.detokenizer.finish()
+            delta.text += detokenizer.finish()
             delta.finish_reason, delta.stop_reason = new.finish_reason, new.stop_reason
         if self._wants_logprobs:
             delta.logprobs = self._logprobs(tokens, logprobs)
