@@ -1,8 +1,7 @@
 """Bytes between the processes of one machine: shared memory, doorbells, waiters, rings, queues, codecs.
 
 From below: :mod:`fence`, :mod:`memory` (memfd), :mod:`doorbell` (futex), :mod:`waiter`, :mod:`ring` (pure),
-:mod:`broadcast` (ring + doorbells), :mod:`codec` (objects to bytes), :mod:`frames` (messages over a socketpair); beside
-them :mod:`sockets` (where ZMQ's unix sockets live), which is not imported here because it needs zmq.
+:mod:`broadcast` (ring + doorbells), :mod:`codec` (objects to bytes), :mod:`frames` (messages over a socketpair).
 """
 
 from __future__ import annotations
