@@ -6,7 +6,8 @@ Keys and values stay where they are: [blocks, Hkv, block, D], the layout of ``at
   ``PIECE`` keys, their softmax, the values; a longer row goes on with the next piece and scales what it has. Reading is
   the cost (20 to 22 GB/s of blocks in any order, where a plain sum over the same blocks takes 25), so each block's next
   one is fetched meanwhile, line by line between the arithmetic. Rejected: to fetch it at once (a plain sum with such
-  fetches is 12% slower than with ones in between), two blocks ahead, or into the second cache only (both slower).
+  fetches is 12% slower than with ones in between), two blocks ahead (no gain), or into the second cache
+  only (slower).
 - Prompts (:func:`_prompt`) are matrix products of ``products.tile``: pieces of keys and values are packed into panels,
   strips of queries take scores, softmax and sums over them. A strip takes the panels that it may see and no others.
 
