@@ -8,8 +8,8 @@ One core: 490 GFLOPS with 256 rows, three times what vector registers give; with
 weights. Two tiles of 16 rows times a panel of 32 columns stay in the unit, a third of its registers passes x and w.
 
 Rejected: pairs of weights that are brought in order for each product (half the time with 32 rows; panels are stored in
-the unit's order instead), fetching into the first cache or half the lines ahead (a tenth slower from memory). Not tried:
-float32 weights in three parts too, which by arithmetic (six to nine products) is no faster than vectors.
+the unit's order instead), fetching into the first cache or half the lines ahead (a tenth slower from memory).
+Not tried: float32 weights in three parts too, which by arithmetic (six to nine products) is no faster than vectors.
 """
 
 from __future__ import annotations
