@@ -43,7 +43,7 @@ def test_idle_groups_cost_nothing(ran: Ran) -> None:
         assert (got["threads"], got["sockets"]) == (1, 0)
 
 
-def test_with_fewer_cores_than_ranks_nobody_watches_words_for_long(ran: Ran) -> None:
+def test_with_fewer_cores_than_ranks_nobody_watches_words(ran: Ran) -> None:
     assert ran["few_cores"] == [{"spin_ns": CROWDED_SPIN_NS}] * 2
 
 

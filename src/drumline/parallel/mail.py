@@ -28,7 +28,6 @@ handed over (the sender would wait for the reader, and micro-batches could not o
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
 import time
 from collections.abc import Sequence
@@ -167,7 +166,6 @@ class _End:
         if self._quick and members.spin_ns:
             until = time.perf_counter_ns() + members.spin_ns
             while time.perf_counter_ns() < until:
-                os.sched_yield()
                 if ahead := self._ahead():
                     fence()
                     return ahead

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from platform import machine
 from typing import Any
 
 from llvmlite import ir
 from numba.core import types
+from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 
 _WORD = ir.IntType(32)
@@ -40,6 +42,27 @@ def fence(typingctx: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+_PAUSES: dict[str, tuple[str, list[int]]] = {
+    "x86_64": ("llvm.x86.sse2.pause", []),
+    "aarch64": ("llvm.aarch64.hint", [1]),
+}
+"""By machine, the instruction for the body of a loop that watches a word, and its arguments."""
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pause(typingctx: Any) -> Any:
+    """Tell the processor that a loop watches a word: less power, and more for the core's other thread."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if machine() in _PAUSES:
+            name, numbers = _PAUSES[machine()]
+            kind = ir.FunctionType(ir.VoidType(), [_WORD] * len(numbers))
+            builder.call(get_or_insert_function(builder.module, kind, name), [ir.Constant(_WORD, n) for n in numbers])
         return context.get_dummy_value()
 
     return types.void(), codegen

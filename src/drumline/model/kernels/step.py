@@ -20,11 +20,10 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
-from numba.core import types
 
 from drumline.model.kernels.attention import attend
 from drumline.model.kernels.jit import floats, halves, inlined, int32s, int64s, kernel
-from drumline.model.kernels.memory import fence, load_word, store_word
+from drumline.model.kernels.memory import fence, load_word, pause, store_word
 from drumline.model.kernels.numbers import exp, float_of_bfloat16, float_of_float16
 from drumline.model.kernels.products import product
 
@@ -152,8 +151,6 @@ _FIRST, _COUNT, _COMPUTED, _TABLES, _TABLE_STRIDE, _BLOCK = (int(reg) for reg in
 _SCRATCH, _PHASE, _CACHE = int(Reg.SCRATCH), int(Reg.PHASE), int(Reg.CACHE)
 _START, _WAKE, _WAIT, _LARGE, _READ = (int(stop) for stop in Stop)
 _SIZE, _PLACE, _MOST_BYTES, _LOOKS, _TURN, _NUMBER, _OWN, _WORDS = (int(place) for place in Sum)
-
-_yield = types.ExternalFunction("sched_yield", types.int32())  # from the C library
 
 
 @inlined
@@ -341,7 +338,7 @@ def _sum(descriptor: int, of: int, count: int, phase: int) -> int:
             if looks == 0:
                 return _WAIT
             looks -= 1
-            _yield()
+            pause()
     fence()
     slots = _WORDS + size - 1 + group[_TURN] * size
     if size == 2:  # the sum of two is the same either way round
