@@ -5,6 +5,9 @@ Building it lays the weights out for the kernels, one matrix after the other, ea
 runs the program. It comes back for what is not compiled: norms over more heads than this rank has, activations that no
 kernel has, sums over ranks that are late or through anything but shared memory.
 
+The last layer goes on with those rows only whose logits are wanted, once it has written its keys and values: a quarter
+of a prompt's arithmetic in a model of four layers.
+
 Memory beside weights: buffers for the rows of the largest step so far. All of them stay, since a new one each step
 would be touched for the first time each time.
 """
@@ -104,6 +107,25 @@ class _Sum:
             self._one_shot.wait(number)
 
 
+def _late_requests(
+    places: npt.NDArray[np.int64],
+    first: npt.NDArray[np.int64],
+    count: npt.NDArray[np.int64],
+    computed: npt.NDArray[np.int64],
+    tables: npt.NDArray[np.int32],
+) -> tuple[npt.NDArray[Any], ...]:
+    """Requests' rows (as the arguments are) of the tokens at ascending ``places``, neighbours of a request together."""
+    request = np.searchsorted(first, places, side="right") - 1
+    begins = np.flatnonzero(np.r_[True, (np.diff(places) > 1) | (np.diff(request) > 0)][: len(places)])
+    request = request[begins]
+    return (
+        places[begins],
+        np.diff(np.r_[begins, len(places)]),
+        computed[request] + places[begins] - first[request],
+        tables[request],
+    )
+
+
 class CompiledForward:
     """Runs a loaded model (``loader.load_model``) in float32 on the CPU. Takes its parameters over."""
 
@@ -201,22 +223,27 @@ class CompiledForward:
             tables = self._take_none(tokens)
         elif batch.cache is not self._cache:
             self._take_cache(batch.cache, batch.cache.keys, batch.cache.values)
-        self._rows, self._held = (x, logits), (first, count, computed, tables)
-        reg[: Reg.BLOCK] = (
-            tokens,
-            kept,
-            len(count),
-            ids.data_ptr(),
-            positions.data_ptr(),
-            keep.data_ptr(),
-            first.ctypes.data,
-            count.ctypes.data,
-            computed.ctypes.data,
-            tables.ctypes.data,
-            tables.shape[1],
-        )
+        self._rows = x, logits
+        rows = first, count, computed, tables
+        reg[Reg.TOKENS], reg[Reg.KEPT] = tokens, kept
+        self._set_requests(Reg.BATCH, *rows)
+        reg[Reg.TABLE_STRIDE] = tables.shape[1]
+        reg[Reg.IDS], reg[Reg.POSITIONS] = ids.data_ptr(), positions.data_ptr()
+        places = keep.numpy()
+        if kept < tokens and bool((places[1:] > places[:-1]).all()):
+            late = _late_requests(places, *rows)
+            reg[Reg.LATE], reg[Reg.EARLY], reg[Reg.KEEP] = kept, keep.data_ptr(), 0
+        else:
+            late = rows
+            reg[Reg.LATE], reg[Reg.EARLY], reg[Reg.KEEP] = tokens, 0, keep.data_ptr()
+        self._set_requests(Reg.LATE_BATCH, *late)
+        self._held = *rows, *late
         reg[Reg.X] = x.data_ptr()
         reg[Reg.LOGITS] = logits.data_ptr()
+
+    def _set_requests(self, reg: Reg, *rows: npt.NDArray[Any]) -> None:
+        """Number and addresses of requests' first rows, counts, computed tokens and block tables."""
+        self._registers[reg : reg + 5] = (len(rows[0]), *(array.ctypes.data for array in rows))
 
     def _grow(self, rows: int) -> None:
         self._buffers.grow(rows, self._registers)
@@ -271,11 +298,12 @@ class CompiledForward:
             self._embed(read.embedding)
         for number in range(len(read.layers)):
             layer = read.layers.pop(0)  # so that its weights are freed before the next one's are laid out
-            self._attention(read, number, layer)
-            self._mlp(read, layer)
+            late = Rows.TOKENS if read.layers or read.head is None else Rows.LATE
+            self._attention(read, number, layer, late)
+            self._mlp(read, layer, late)
         if read.head is not None:
             assert read.norm is not None
-            self._add(Op.PICK, Reg.X, Reg.PICKED, read.hidden, rows=Rows.KEPT)
+            self._add(Op.PICK, Reg.X, Reg.PICKED, read.hidden, Reg.KEEP, rows=Rows.KEPT)
             self._norm(read.norm, Reg.PICKED, Reg.PICKED, read.hidden, rows=Rows.KEPT)
             self._product(read.head, Reg.PICKED, read.hidden, Reg.LOGITS, rows=Rows.KEPT)
             if read.final_softcap is not None:
@@ -293,7 +321,7 @@ class CompiledForward:
         if embedding.scale is not None:
             self._add(Op.SCALE, Reg.X, self._hidden, f0=embedding.scale)
 
-    def _attention(self, read: flat.Model, number: int, layer: flat.Layer) -> None:
+    def _attention(self, read: flat.Model, number: int, layer: flat.Layer, late: Rows) -> None:
         dim = read.head_dim
         rotated, stride = read.q_heads + read.kv_heads, (read.q_heads + 2 * read.kv_heads) * dim
         source = Reg.X
@@ -317,41 +345,45 @@ class CompiledForward:
         self._add(Op.WRITE, Reg.QKV, stride, read.q_heads * dim, read.kv_heads, dim, number)
         group, width = read.q_heads // read.kv_heads, read.q_heads * dim
         operands = Reg.QKV, stride, read.kv_heads, group, dim, number, Reg.ATTENDED, width, layer.window or 0
-        self._add(Op.ATTEND, *operands, f0=layer.scaling, f1=layer.softcap or 0.0)
+        requests = Reg.LATE_BATCH if late is Rows.LATE else Reg.BATCH
+        self._add(Op.ATTEND, *operands, requests, f0=layer.scaling, f1=layer.softcap or 0.0)
+        if late is Rows.LATE:
+            self._add(Op.PICK, Reg.ATTENDED, Reg.ATTENDED, width, Reg.EARLY, rows=late)
+            self._add(Op.PICK, Reg.X, Reg.X, read.hidden, Reg.EARLY, rows=late)
         if read.parallel and layer.before_mlp is not None:
-            self._norm(layer.before_mlp, Reg.X, Reg.H, read.hidden)  # of what the layer before left
-        self._onto_hidden(layer.out, Reg.ATTENDED, width, layer.after_attention)
+            self._norm(layer.before_mlp, Reg.X, Reg.H, read.hidden, rows=late)  # of what the layer before left
+        self._onto_hidden(layer.out, Reg.ATTENDED, width, layer.after_attention, late)
 
-    def _mlp(self, read: flat.Model, layer: flat.Layer) -> None:
+    def _mlp(self, read: flat.Model, layer: flat.Layer, rows: Rows) -> None:
         source = Reg.X
         if layer.before_mlp is not None:
             source = Reg.H
             if not read.parallel:
-                self._norm(layer.before_mlp, Reg.X, Reg.H, read.hidden)
-        self._product(layer.gate_up, source, read.hidden, Reg.UP)
+                self._norm(layer.before_mlp, Reg.X, Reg.H, read.hidden, rows=rows)
+        self._product(layer.gate_up, source, read.hidden, Reg.UP, rows=rows)
         stride = layer.gate_up.weight.shape[0]
         width = stride // 2 if layer.gated else stride
         op = _ACTIVATIONS.get(type(layer.activation).__name__)
         if op is None:
-            self._call(self._activation(layer.activation, width, layer.gated))
+            self._call(self._activation(layer.activation, width, layer.gated, rows))
         else:
-            self._add(op, Reg.UP, stride, width, int(layer.gated))
-        self._onto_hidden(layer.down, Reg.UP, stride, layer.after_mlp)
+            self._add(op, Reg.UP, stride, width, int(layer.gated), rows=rows)
+        self._onto_hidden(layer.down, Reg.UP, stride, layer.after_mlp, rows)
 
-    def _onto_hidden(self, matrix: flat.Matrix, source: Reg, stride: int, norm: flat.Norm | None) -> None:
+    def _onto_hidden(self, matrix: flat.Matrix, source: Reg, stride: int, norm: flat.Norm | None, rows: Rows) -> None:
         """Add a product to the hidden states, after a sum over the group or a norm if there is one."""
         group = matrix.group if matrix.group is not None and matrix.group.size > 1 else None
         if group is None and norm is None:
-            self._product(matrix, source, stride, Reg.X, add=True)
+            self._product(matrix, source, stride, Reg.X, add=True, rows=rows)
             return
         bias, matrix.bias = matrix.bias, None
-        self._product(matrix, source, stride, Reg.DELTA)
+        self._product(matrix, source, stride, Reg.DELTA, rows=rows)
         if group is not None:
-            self._reduce(group, Reg.DELTA)
-        self._bias(bias, Reg.DELTA, self._hidden)
+            self._reduce(group, Reg.DELTA, rows)
+        self._bias(bias, Reg.DELTA, self._hidden, rows=rows)
         if norm is not None:
-            self._norm(norm, Reg.DELTA, Reg.DELTA, self._hidden)
-        self._add(Op.ADD, Reg.X, Reg.DELTA, self._hidden)
+            self._norm(norm, Reg.DELTA, Reg.DELTA, self._hidden, rows=rows)
+        self._add(Op.ADD, Reg.X, Reg.DELTA, self._hidden, rows=rows)
 
     def _product(
         self,
@@ -395,10 +427,12 @@ class CompiledForward:
 
     # --- what is not compiled ----------------------------------------------------------------------------------------
 
-    def _reduce(self, group: TPGroup, reg: Reg) -> None:
+    def _reduce(self, group: TPGroup, reg: Reg, rows: Rows = Rows.TOKENS) -> None:
         def call() -> None:
-            rows = len(self._rows[0])
-            tensor = self._rows[0] if reg is Reg.X else self._buffers.view(reg, rows)
+            number = int(self._registers[rows])
+            if not number:
+                return
+            tensor = self._rows[0] if reg is Reg.X else self._buffers.view(reg, number)
             summed = group.all_reduce(tensor)
             if summed.data_ptr() != tensor.data_ptr():
                 tensor.copy_(summed)
@@ -410,7 +444,7 @@ class CompiledForward:
         if not self._sums:
             self._sums.append(_Sum(one_shot))
         summing = self._sums[0]  # there is one group that sums
-        self._add(Op.SUM, reg, self._hidden, summing.address)
+        self._add(Op.SUM, reg, self._hidden, summing.address, rows=rows)
         self._code[-1][-1] = len(self._calls)
         self._calls.append(lambda: summing.stopped(self._registers, call))
 
@@ -421,9 +455,9 @@ class CompiledForward:
 
         return call
 
-    def _activation(self, activation: nn.Module, width: int, gated: bool) -> Callable[[], None]:
+    def _activation(self, activation: nn.Module, width: int, gated: bool, rows: Rows) -> Callable[[], None]:
         def call() -> None:
-            up = self._buffers.view(Reg.UP, len(self._rows[0]))
+            up = self._buffers.view(Reg.UP, int(self._registers[rows]))
             first = activation(up[:, :width])
             up[:, :width] = first * up[:, width : 2 * width] if gated else first
 

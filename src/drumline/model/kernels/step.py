@@ -41,6 +41,8 @@ class Rows(IntEnum):
     """All of the step."""
     KEPT = 1
     """Those whose logits are wanted."""
+    LATE = 2
+    """Those that the last layer goes on with once it has written its keys and values."""
 
 
 class Op(IntEnum):
@@ -68,7 +70,8 @@ class Op(IntEnum):
     WRITE = 10
     """from, stride, offset of keys, KV heads, dim, layer."""
     ATTEND = 11
-    """queries, stride, KV heads, group, dim, layer, to, its stride, window; f0: scaling, f1: soft cap (0: none)."""
+    """queries, stride, KV heads, group, dim, layer, to, its stride, window, register of the requests' number (``BATCH``
+    or ``LATE_BATCH``); f0: scaling, f1: soft cap (0: none)."""
     SILU = 12
     """of, stride, width, gated. Gated: the second ``width`` numbers times that of the first, else alone."""
     GELU_TANH = 13
@@ -76,7 +79,8 @@ class Op(IntEnum):
     GELU = 14
     """As SILU."""
     PICK = 15
-    """from, to, width: the kept rows."""
+    """from, to, width, register with the address of the rows' places (int64, in order if from is to; 0: all as they
+    are)."""
     SOFTCAP = 16
     """of, width; f0."""
     SUM = 17
@@ -115,40 +119,51 @@ class Reg(IntEnum):
 
     TOKENS = 0
     KEPT = 1
-    BATCH = 2
-    """Number of requests' rows."""
-    IDS = 3
-    POSITIONS = 4
-    KEEP = 5
-    FIRST = 6
-    COUNT = 7
-    COMPUTED = 8
-    TABLES = 9
-    TABLE_STRIDE = 10
-    BLOCK = 11
-    SCRATCH = 12
-    X = 13
+    LATE = 2
+    BATCH = 3
+    """Number of requests' rows; then their first rows, counts, computed tokens and block tables."""
+    FIRST = 4
+    COUNT = 5
+    COMPUTED = 6
+    TABLES = 7
+    LATE_BATCH = 8
+    """The same for late rows."""
+    LATE_FIRST = 9
+    LATE_COUNT = 10
+    LATE_COMPUTED = 11
+    LATE_TABLES = 12
+    TABLE_STRIDE = 13
+    IDS = 14
+    POSITIONS = 15
+    EARLY = 16
+    """Address of the places of late rows, which the last layer picks; 0: all rows are late."""
+    KEEP = 17
+    """Address of the places of kept rows among the late ones; 0: they are the late ones."""
+    BLOCK = 18
+    SCRATCH = 19
+    X = 20
     """Hidden states."""
-    H = 14
+    H = 21
     """What a norm gives."""
-    QKV = 15
-    ATTENDED = 16
-    UP = 17
-    DELTA = 18
+    QKV = 22
+    ATTENDED = 23
+    UP = 24
+    DELTA = 25
     """What is added to the hidden states, where more happens to it first."""
-    PICKED = 19
-    LOGITS = 20
-    PHASE = 21
-    CACHE = 22
+    PICKED = 26
+    LOGITS = 27
+    PHASE = 28
+    CACHE = 29
     """From here on: keys and values of each layer."""
 
 
 _END, _CALL, _EMBED, _SCALE, _RMS, _LAYER = (int(op) for op in list(Op)[:6])
 _PRODUCT, _BIAS, _ADD, _ROTATE, _WRITE, _ATTEND = (int(op) for op in list(Op)[6:12])
 _SILU, _GELU_TANH, _GELU, _PICK, _SOFTCAP, _SUM = (int(op) for op in list(Op)[12:])
-_TOKENS, _KEPT, _BATCH, _IDS, _POSITIONS, _KEEP = (int(reg) for reg in list(Reg)[:6])
-_FIRST, _COUNT, _COMPUTED, _TABLES, _TABLE_STRIDE, _BLOCK = (int(reg) for reg in list(Reg)[6:12])
-_SCRATCH, _PHASE, _CACHE = int(Reg.SCRATCH), int(Reg.PHASE), int(Reg.CACHE)
+_TABLE_STRIDE, _IDS, _POSITIONS, _BLOCK, _SCRATCH, _PHASE, _CACHE = (
+    int(reg) for reg in (Reg.TABLE_STRIDE, Reg.IDS, Reg.POSITIONS, Reg.BLOCK, Reg.SCRATCH, Reg.PHASE, Reg.CACHE)
+)
+_BATCH, _FIRST, _COUNT, _COMPUTED, _TABLES = (int(reg) for reg in list(Reg)[Reg.BATCH : Reg.TABLES + 1])
 _START, _WAKE, _WAIT, _LARGE, _READ = (int(stop) for stop in Stop)
 _SIZE, _PLACE, _MOST_BYTES, _LOOKS, _TURN, _NUMBER, _OWN, _WORDS = (int(place) for place in Sum)
 
@@ -364,7 +379,7 @@ def run(code: Longs, numbers: Doubles, regs: Longs, pc: int) -> int:
         op = code[pc, 0]
         rows = regs[code[pc, 1]]
         a, b, c, d, e = code[pc, 2], code[pc, 3], code[pc, 4], code[pc, 5], code[pc, 6]
-        f, g, h, i = code[pc, 7], code[pc, 8], code[pc, 9], code[pc, 10]
+        f, g, h, i, j = code[pc, 7], code[pc, 8], code[pc, 9], code[pc, 10], code[pc, 11]
         f0, f1 = numbers[pc, 0], numbers[pc, 1]
         if op == _PRODUCT:
             if rows:  # no logits may be wanted
@@ -375,11 +390,11 @@ def run(code: Longs, numbers: Doubles, regs: Longs, pc: int) -> int:
             attend(
                 regs[a],
                 b,
-                regs[_BATCH],
-                regs[_FIRST],
-                regs[_COUNT],
-                regs[_COMPUTED],
-                regs[_TABLES],
+                regs[j],
+                regs[j + 1],
+                regs[j + 2],
+                regs[j + 3],
+                regs[j + 4],
                 regs[_TABLE_STRIDE],
                 regs[_CACHE + 2 * f],
                 regs[_CACHE + 2 * f + 1],
@@ -424,10 +439,12 @@ def run(code: Longs, numbers: Doubles, regs: Longs, pc: int) -> int:
         elif op == _LAYER:
             _layer_norm(regs[a], regs[b], c, d, e, f0, rows)
         elif op == _PICK:
-            for row in range(rows):
-                to, source = floats(regs[b] + 4 * row * c), floats(regs[a] + 4 * int64s(regs[_KEEP])[row] * c)
-                for n in range(c):
-                    to[n] = source[n]
+            if regs[d] or a != b:
+                for row in range(rows):
+                    place = int64s(regs[d])[row] if regs[d] else row
+                    to, source = floats(regs[b] + 4 * row * c), floats(regs[a] + 4 * place * c)
+                    for n in range(c):
+                        to[n] = source[n]
         elif op == _SCALE:
             to = floats(regs[a])
             for n in range(rows * b):
