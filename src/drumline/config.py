@@ -27,7 +27,7 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 MODEL_IMPLS = ("auto", "transformers")
 POLICIES = ("fcfs", "priority")
 """In which order requests are served."""
-CPU_PREFILL_TOKENS = 256
+CPU_PREFILL_TOKENS = 128
 """Most prompt tokens in a step that has other rows, on CPUs: enough for the matrix products to be at full speed."""
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
