@@ -7,7 +7,8 @@ Both servers run at the same time, one loaded at a time, taking turns (A B, B A,
 `drumline bench serve` for both, on the same machine: n streams, 128 tokens in, 128 out, token ids as prompts, no prompt
 twice, end of sequence ignored, tokens counted by the ids in the events. Both in float32, one compute thread a worker
 (OMP_NUM_THREADS=1), the same KV pool. Afterwards vLLM alone with its default dtype, shown beside. Cells are medians
-over the rounds; inter-token latency is from event to event, as `vllm bench serve` has it.
+over the rounds. Before each load nothing is asked for --rest seconds: vLLM's processes watch their queues for a second
+after their last message, and would take both cores from the one whose turn it is. Inter-token latency is from event to event, as `vllm bench serve` has it.
 
 Prints a markdown table, and writes everything with --json. Servers are ended and leave nothing; their logs are kept
 only if something failed.
@@ -24,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,7 @@ def measure(
     args: argparse.Namespace,
 ) -> None:
     requests = streams * (args.waves if streams == 1 else 1)
+    time.sleep(args.rest)
     foreign = ForeignLoad()
     cell = load(server.url, streams, requests, args.output_len, 100 * turn + streams, args)
     cell["foreign_cores"] = foreign.cores()
@@ -159,6 +162,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rest", type=float, default=2.0, help="seconds before each load")
     parser.add_argument("--waves", type=int, default=3, help="requests of the single stream, one after the other")
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=128)
