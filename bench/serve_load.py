@@ -8,7 +8,8 @@ Both servers run at the same time, one loaded at a time, taking turns (A B, B A,
 twice, end of sequence ignored, tokens counted by the ids in the events. Both in float32, one compute thread a worker
 (OMP_NUM_THREADS=1), the same KV pool. Afterwards vLLM alone with its default dtype, shown beside. Cells are medians
 over the rounds. Before each load nothing is asked for --rest seconds: vLLM's processes watch their queues for a second
-after their last message, and would take both cores from the one whose turn it is. Inter-token latency is from event to event, as `vllm bench serve` has it.
+after their last message, and would take both cores from the one whose turn it is. Inter-token latency is from event to
+event, as `vllm bench serve` has it.
 
 Prints a markdown table, and writes everything with --json. Servers are ended and leave nothing; their logs are kept
 only if something failed.
