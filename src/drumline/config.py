@@ -257,6 +257,8 @@ class ProcessConfig:
     """Modules that the fork server imports before it forks."""
     threads_per_worker: int = 0
     """Compute threads of one worker; 0: OMP_NUM_THREADS of the user, else cores / workers of this machine."""
+    cpu_bind: bool = True
+    """Several workers that compute on CPUs get cores of their own, an even part of them each, if there are enough."""
     mq_slot_bytes: int = 65536
     """Bytes of one slot of the broadcast ring."""
     mq_slots: int = 64

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from drumline.platforms import host
+from drumline.platforms.cpu import CpuPlatform
 
 GIB = 1 << 30
 
@@ -126,3 +127,32 @@ def test_affinity_of_this_machine() -> None:
 
 def test_memory_of_this_machine() -> None:
     assert 0 < host.memory_available() <= host.memory_total()
+
+
+@pytest.mark.parametrize(("cpus", "parts"), [(2, 2), (32, 5), (7, 3), (64, 64)])
+def test_parts_of_cores(cpus: int, parts: int) -> None:
+    numbers = list(range(10, 10 + cpus))
+    found = [host.part_of(numbers, index, parts) for index in range(parts)]
+    assert [cpu for part in found for cpu in part] == numbers
+    assert {len(part) for part in found} <= {cpus // parts, cpus // parts + 1}
+
+
+def test_who_is_bound_counts_shared_cores() -> None:
+    code = (
+        "import os; from drumline.platforms import host; before = host.cores(); "
+        "host.bind([min(os.sched_getaffinity(0))]); "
+        "assert len(os.sched_getaffinity(0)) == 1; assert host.cores() == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_workers_get_cores_of_their_own_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = CpuPlatform()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(host, "cores", lambda: 8)
+    assert [platform.cpus_of_worker(i, 3, 2) for i in range(3)] == [(0, 1), (2, 3, 4), (5, 6, 7)]
+    assert platform.cpus_of_worker(0, 1, 1) == ()  # alone
+    assert platform.cpus_of_worker(0, 3, 3) == ()  # too few for their threads
+    assert platform.cpus_of_worker(0, 9, 1) == ()
+    monkeypatch.setattr(host, "cores", lambda: 2)  # a quota
+    assert platform.cpus_of_worker(0, 3, 1) == ()

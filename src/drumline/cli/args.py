@@ -183,6 +183,7 @@ GROUPS: dict[str, list[Flag]] = {
         _flag("--worker-cls", "process.worker_cls", "worker class by its dotted name", metavar="NAME"),
         _flag("--worker-extension-cls", "process.worker_extension_cls", "class mixed into it", metavar="NAME"),
         _flag("--threads-per-worker", "process.threads_per_worker", "compute threads", count, metavar="N"),
+        _flag("--cpu-bind", "process.cpu_bind", "cores of its own for each of several CPU workers", None),
         _flag("--mq-slots", "process.mq_slots", "slots of the ring for plans", count, metavar="N"),
         _flag("--mq-slot-bytes", "process.mq_slot_bytes", "size of one (64KiB)", size, metavar="N"),
         _flag("--mq-answer-slots", "process.mq_answer_slots", "slots of each ring for answers", count, metavar="N"),

@@ -34,7 +34,7 @@ from drumline.errors import DrumlineError, FailureReport, RPCTimeoutError
 from drumline.executor.base import Executor, Method, WorkerState, method_name
 from drumline.executor.calls import CLOSE_WAIT_S, Aggregator, Call, CallTable
 from drumline.executor.grace import Grace
-from drumline.parallel.layout import global_rank, local_rank_of
+from drumline.parallel.layout import device_index, global_rank, local_rank_of
 from drumline.parallel.rendezvous import create_rendezvous
 from drumline.processes import (
     EventKind,
@@ -143,6 +143,7 @@ class MultiprocExecutor(Executor):
                     rank=rank,
                     env=environment,
                     threads=threads,
+                    cpus=self._cpus_of(local_rank, threads),
                     fds=(self._segment.fd, self.waiter.fd, self._worker_waiters[rank].fd, *rendezvous.fds),
                 )
                 member = forkserver.spawn(spec)
@@ -150,6 +151,12 @@ class MultiprocExecutor(Executor):
                 self._supervisor.add(member)
         finally:
             rendezvous.close()
+
+    def _cpus_of(self, local_rank: int, threads: int) -> tuple[int, ...]:
+        if not self.process.cpu_bind:
+            return ()
+        index = device_index(self.parallel, local_rank)
+        return self.platform.cpus_of_worker(index, self.parallel.local_devices, threads)
 
     def workers(self) -> list[WorkerState]:
         """All workers in rank order."""

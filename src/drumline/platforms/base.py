@@ -77,6 +77,10 @@ class Platform(ABC):
             threads = cores
         return threads or max(1, cores // max(1, workers))
 
+    def cpus_of_worker(self, index: int, workers: int, threads: int) -> tuple[int, ...]:
+        """Which cores worker ``index`` of this machine's should be bound to; empty: none in particular."""
+        return ()
+
     def user_threads(self, environ: Mapping[str, str]) -> int:
         """OMP_NUM_THREADS (its first number: that of the outermost level); 0 if it is not set.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from drumline.config import DeviceTable
@@ -28,6 +29,18 @@ class CpuPlatform(Platform):
     def device_table(self) -> DeviceTable:
         """No devices; cores and memory that this process may use."""
         return DeviceTable(platform=self.name, accelerator=False, memory=host.memory_total(), cores=host.cores())
+
+    def cpus_of_worker(self, index: int, workers: int, threads: int) -> tuple[int, ...]:
+        """An even part of the cores for each of several workers, if that is at least a core for each of their threads.
+
+        Ranks wait for each other many times a step, and whoever wakes another tends to get it onto its own core: two
+        ranks on one of two cores, one always asleep, so that the kernel saw no reason to move either, took 3 to 4 ms
+        a token where ranks that are bound take 0.9 (tiny Llama, TP 2).
+        """
+        cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        if workers < 2 or min(len(cpus), host.cores()) < workers * max(threads, 1):
+            return ()
+        return host.part_of(cpus, index, workers)
 
     def device_initialised(self) -> bool:
         """Never: there is nothing to open."""

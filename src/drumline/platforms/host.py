@@ -12,16 +12,36 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path("/")
 
 
+_cores_before = 0
+"""Cores that this process might use before it was bound to some of them."""
+
+
 def cores(root: Path = ROOT) -> int:
-    """Cores that this process may use: affinity, and CPU quota of its control groups (rounded down), at least 1."""
+    """Cores that this process may use: affinity, and CPU quota of its control groups (rounded down), at least 1.
+
+    A process that was bound (:func:`bind`) counts those that it shares with its neighbours, as if it had not been.
+    """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([affinity, *(int(quota) for quota in _quotas(root))]))
+    return max(1, min([max(affinity, _cores_before), *(int(quota) for quota in _quotas(root))]))
+
+
+def bind(cpus: Sequence[int]) -> None:
+    """Bind this process to some of its cores. OSError if the system refuses."""
+    global _cores_before
+    before = len(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cpus)
+    _cores_before = max(before, _cores_before)
+
+
+def part_of(cpus: Sequence[int], index: int, parts: int) -> tuple[int, ...]:
+    """Neighbours among ``cpus`` for one of so many parts: each has as many as the others or one more."""
+    return tuple(cpus[len(cpus) * index // parts : len(cpus) * (index + 1) // parts])
 
 
 def memory_total(root: Path = ROOT) -> int:

@@ -42,6 +42,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from drumline.errors import ChannelClosedError, FailureReport
+from drumline.platforms import host
 from drumline.processes import client, linux
 from drumline.processes import messages as m
 from drumline.processes.client import ForkServer
@@ -432,7 +433,7 @@ def _settle(start: ChildStart) -> list[str]:
     spawn = start.spawn
     if spawn.cpus:
         try:
-            os.sched_setaffinity(0, spawn.cpus)
+            host.bind(spawn.cpus)
         except OSError as error:
             complaints.append(f"cannot bind to CPUs {spawn.cpus}: {error}")
     if spawn.numa_node is not None:
