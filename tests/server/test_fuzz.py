@@ -89,6 +89,8 @@ def _fitting(case: Any) -> Any:
     if not isinstance(body, dict) or len(str(body)) % 2:
         return case
     body.pop("model", None)
+    if "prompt" in body or "messages" in body:
+        body["stream"] = len(str(body)) % 4 == 0  # events fit the description, too
     for name, most in (
         ("max_tokens", 9),
         ("max_completion_tokens", 9),

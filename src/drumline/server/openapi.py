@@ -186,8 +186,10 @@ ERRORS = {
 
 
 def _event(kind: type[Any]) -> Schema:
-    """A server-sent event, as OpenAPI 3.2 describes them: its data are JSON, or ``[DONE]`` in the last one."""
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(kind)}
+    """A server-sent event, as OpenAPI 3.2 describes them: its data are JSON (an error's, too), or ``[DONE]`` last."""
+    content = {"anyOf": [_ref(kind), _ref(ErrorBody)]}
+    json = {"contentMediaType": "application/json", "contentSchema": content}
+    data = {"type": "string", "anyOf": [{"const": "[DONE]"}, json]}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
