@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from drumline.errors import ChannelClosedError, TransportError
-from drumline.transport import Doorbell, SharedMemory, Waiter
-from drumline.transport.doorbell import futex_number
-from drumline.transport.fence import _pool, fence
+from drumline.transport import Doorbell, SharedMemory, Waiter, doorbell
+from drumline.transport.doorbell import futex_number, ring_all
+from drumline.transport.fence import _pool, fence, fences_of
+from drumline.transport.spin import SpinPredictor
 
 from .procs import children
 
@@ -23,12 +24,30 @@ def soon(seconds: float = 20.0) -> float:
     return time.monotonic() + seconds
 
 
-def test_numbers_of_known_machines_and_a_clear_error_elsewhere() -> None:
-    assert futex_number("linux", "x86_64", 64) == 202
-    assert futex_number("linux", "aarch64", 64) == 98
-    for system, machine, bits in (("linux", "vax", 64), ("darwin", "x86_64", 64), ("linux", "x86_64", 32)):
-        with pytest.raises(TransportError, match=f"64-bit Linux on aarch64, x86_64; this is {system} on {machine}"):
-            futex_number(system, machine, bits)
+@pytest.mark.parametrize(
+    ("machine", "bits", "number"),
+    [
+        ("x86_64", 64, 202),
+        ("aarch64", 64, 98),
+        ("riscv64", 64, 98),
+        ("ppc64le", 64, 221),
+        ("s390x", 64, 238),
+        ("i686", 32, 240),
+        ("x86_64", 32, 240),  # a 32-bit Python on a 64-bit kernel: the process's table counts
+        ("armv7l", 32, 240),
+        ("aarch64", 32, 240),
+    ],
+)
+def test_numbers_of_known_machines(machine: str, bits: int, number: int) -> None:
+    assert futex_number("linux", machine, bits) == number
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "bits"), [("linux", "vax", 64), ("darwin", "arm64", 64), ("linux", "riscv32", 32)]
+)
+def test_a_clear_error_where_there_is_no_futex(system: str, machine: str, bits: int) -> None:
+    with pytest.raises(TransportError, match=f"Linux on aarch64, .*; this is {system} on {machine}, {bits}-bit"):
+        futex_number(system, machine, bits)
 
 
 def test_ringer_ids() -> None:
@@ -107,7 +126,7 @@ def test_what_changes_around_the_look_is_not_slept_over(monkeypatch: pytest.Monk
         return found
 
     if moment == "before the look":
-        monkeypatch.setattr("drumline.transport.waiter.fence", change)
+        monkeypatch.setattr("drumline.transport.waiter.order", change)
     start = time.monotonic()
     assert waiter.wait(check, soon()) == 1
     assert time.monotonic() - start < 2
@@ -386,21 +405,137 @@ def test_lost_wakes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     waiter.close()
 
 
-def test_spinning_sees_a_ring_and_ends_in_sleep_without_one() -> None:
+class Watch(SpinPredictor):
+    """Always watches for so long, after a nap."""
+
+    def __init__(self, nap_ns: int, watch_ns: int) -> None:
+        super().__init__()
+        self.nap_ns, self.watch_ns = nap_ns, watch_ns
+        self.seen: list[bool] = []
+
+    def plan(self, start: int) -> tuple[int, int]:
+        return (start + self.nap_ns if self.nap_ns else 0), start + self.nap_ns + self.watch_ns
+
+    def watched(self, ns: int, hit: bool) -> None:
+        self.seen.append(hit)
+
+
+@pytest.mark.parametrize("nap_ns", [0, 2_000_000])
+def test_watching_sees_a_ring(nap_ns: int) -> None:
     waiter = Waiter.create()
-    waiter._spin_ns, waiter._quick = 20_000_000, True
-    thread = threading.Timer(0.01, waiter.ring)
-    rung = waiter._bell.value()
+    waiter.predictor = predictor = Watch(nap_ns, 10_000_000_000)
+    box: list[int] = []
+    thread = threading.Timer(0.02, lambda: (box.append(1), waiter.ring()))
     thread.start()
-    assert waiter._sleep(rung, 10) is False
+    assert waiter.wait(lambda: box[0] if box else None, soon()) == 1
     thread.join()
-    assert waiter._bell.value() != rung
-    waiter._quick = True
-    start = time.monotonic()
-    waiter._sleep(waiter._bell.value(), 0.05)
-    assert time.monotonic() - start > 0.05
-    assert waiter._quick is False  # a long gap: no spin the next time
+    assert predictor.seen == [True]
+    assert waiter.lost_wakes == 0
     waiter.close()
+
+
+@pytest.mark.parametrize("nap_ns", [0, 2_000_000])
+def test_watching_in_vain_ends_in_one_sleep(nap_ns: int) -> None:
+    waiter = Waiter.create()
+    waiter.predictor = predictor = Watch(nap_ns, 3_000_000)
+    looks: list[int] = []
+    assert waiter.wait(lambda: looks.append(1), time.monotonic() + 0.3) is None
+    assert predictor.seen == [False]
+    assert len(looks) <= 4  # first, after the watch, after the sleep; and one more for a clock that is a little off
+    waiter.close()
+
+
+def test_what_a_handler_notes_during_a_watch_is_not_slept_over() -> None:
+    waiter = Waiter.create()
+    waiter.predictor = Watch(0, 400_000_000)
+    noted: list[int] = []
+    previous = signal.signal(signal.SIGALRM, lambda number, _frame: noted.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        begin = time.monotonic()
+        assert waiter.wait(lambda: noted[0] if noted else None, soon()) == signal.SIGALRM
+        assert time.monotonic() - begin < 3
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    waiter.close()
+
+
+def test_only_one_thread_watches() -> None:
+    waiter = Waiter.create()
+    waiter.predictor = predictor = Watch(0, 50_000_000)
+    threads = [threading.Thread(target=waiter.wait, args=(lambda: None, time.monotonic() + 0.2)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert 1 <= len(predictor.seen) <= 2  # the second once the first had finished, if it began that late
+    waiter.close()
+
+
+def test_a_sleeper_says_so_and_a_ring_then_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings that nobody sleeps for make no call; while any thread sleeps they do."""
+    calls: list[object] = []
+    wake = doorbell.wake_call
+    monkeypatch.setattr(doorbell, "wake_call", lambda *arguments: (calls.append(1), wake(*arguments)))
+    waiter = Waiter.create()
+    bell = waiter.ringer(1)
+    bell.ring()
+    ring_all([bell, bell])
+    assert not calls
+    box: list[int] = []
+    threads = [threading.Thread(target=waiter.wait, args=(lambda: box or None, soon())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    until = soon()
+    while len(waiter._bell._sleepers) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    box.append(1)
+    ring_all([bell])
+    for thread in threads:
+        thread.join(10)
+    assert len(calls) == 1
+    assert bell.words[1] == 0
+    bell.close()
+    waiter.close()
+
+
+def test_a_ring_between_the_look_and_the_sleep_is_not_slept_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other half of the handshake: who says that it sleeps looks once more."""
+    waiter = Waiter.create()
+    monkeypatch.setattr(doorbell, "fence", lambda: waiter._bell.words.__setitem__(0, 77))
+    begin = time.monotonic()
+    waiter._bell.wait(waiter._bell.value(), 20)
+    assert time.monotonic() - begin < 5
+    monkeypatch.undo()
+    waiter.close()
+
+
+def test_one_who_wakes_does_not_hide_one_who_sleeps() -> None:
+    waiter = Waiter.create()
+    box: list[int] = []
+    sleeper = threading.Thread(target=waiter.wait, args=(lambda: box or None, soon()))
+    sleeper.start()
+    for _ in range(20):
+        waiter._bell.wait(waiter._bell.value(), 0.002)
+    until = soon()
+    while not waiter._bell._sleepers:
+        assert time.monotonic() < until
+    assert waiter._bell.words[1] == 1
+    box.append(1)
+    waiter.ring()
+    sleeper.join(10)
+    assert not sleeper.is_alive()
+    waiter.close()
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64", "ppc64le"])
+def test_fences_of_other_machines_run_here_too(machine: str) -> None:
+    full, between = fences_of(machine)
+    full()
+    between()
+    assert (between is full) == (machine != "x86_64")
+    assert (full is fences_of("aarch64")[0]) == (machine != "ppc64le")  # where locks prove nothing: a system call
 
 
 def test_an_idle_waiter_costs_nothing() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from drumline.errors import MessageTooLargeError, TransportError
-from drumline.transport.ring import Message, RingLayout, RingReader, RingWriter, ring_bytes
+from drumline.transport.ring import HEAD_BYTES, Message, RingLayout, RingReader, RingWriter, ring_bytes
 
 NEAR_WRAP = 2**32 - 3
 
@@ -144,6 +144,7 @@ def test_a_slot_freed_at_any_moment_of_a_refusal_is_used_or_rung_for(
             message.release()
 
     monkeypatch.setattr("drumline.transport.ring.fence", fence_and_free)
+    monkeypatch.setattr("drumline.transport.ring.order", fence_and_free)
     written = writer.try_write([b"new"])
     message.release()
     assert written or rung
@@ -158,10 +159,11 @@ def test_fences_stand_where_the_memo_says(monkeypatch: pytest.MonkeyPatch) -> No
     at_fence: list[tuple[bytes, int, int]] = []
 
     def note() -> None:
-        data = writer.layout.control_bytes + 16
+        data = writer.layout.control_bytes + HEAD_BYTES
         at_fence.append((bytes(buf[data : data + 3]), words[16], words[32]))
 
     monkeypatch.setattr("drumline.transport.ring.fence", note)
+    monkeypatch.setattr("drumline.transport.ring.order", note)
     writer.try_write([b"new"])
     assert at_fence == [(b"new", 100, 100)]
     message = reader.poll()
@@ -181,9 +183,8 @@ def test_message_over_the_ring_names_the_flags() -> None:
     assert isinstance(caught.value, ValueError)
 
 
-def test_largest_message_counts_head_and_tail() -> None:
-    assert RingLayout(64, 1, 1).largest_message == 64 - 16
-    assert RingLayout(64, 2, 1).largest_message == 128 - 16 - 4
+def test_largest_message_counts_the_head() -> None:
+    assert RingLayout(64, 1, 1).largest_message == 64 - HEAD_BYTES
     for slots in (1, 2, 3, 8):
         layout = RingLayout(64, slots, 1)
         assert layout.slots_of(layout.largest_message) == slots
@@ -275,14 +276,46 @@ def test_a_slot_that_is_out_of_step_is_refused() -> None:
         reader.poll()
 
 
-def test_a_message_with_the_end_of_another_is_refused() -> None:
+@pytest.mark.parametrize("length", [1, 20, 100, 200])
+@pytest.mark.parametrize("where", [4, 8, 12, 16, 20, 24, HEAD_BYTES, -1])
+def test_a_changed_byte_anywhere_in_head_or_bytes_is_refused(length: int, where: int) -> None:
     buf = make(64, 4, 1, start=10)
     writer, reader = RingWriter(buf), RingReader(buf)
-    writer.try_write([bytes(100)])
-    tail = writer.layout.control_bytes + 16 + 100
-    buf[tail : tail + 4] = (9).to_bytes(4, "little")
-    with pytest.raises(TransportError, match="another's end"):
+    writer.try_write([bytes(length)], kind=3)
+    at = writer.layout.control_bytes + (where if where >= 0 else HEAD_BYTES + length - 1)
+    buf[at] ^= 1
+    with pytest.raises(TransportError, match=r"message 10 .*does not fit its checksum"):
         reader.poll()
+    assert reader.rereads == 1
+    buf[at] ^= 1
+    message = reader.poll()  # the ring goes on if what was written meant to be there comes at last
+    assert message is not None
+    assert bytes(message.data) == bytes(length)
+
+
+@pytest.mark.parametrize("late", ["sequence", "bytes"])
+@pytest.mark.parametrize("looks", [1, 5, 20])
+def test_what_comes_late_is_found_by_looking_again(monkeypatch: pytest.MonkeyPatch, late: str, looks: int) -> None:
+    """As if the store of the count had overtaken those before it, and they came at the n-th look."""
+    buf = make(64, 4, 1, start=10)
+    writer, reader = RingWriter(buf), RingReader(buf)
+    writer.try_write([b"hello"])
+    at = writer.layout.control_bytes + (0 if late == "sequence" else HEAD_BYTES)
+    right = buf[at]
+    buf[at] = 77
+    passed = 0
+
+    def arrive() -> None:
+        nonlocal passed
+        passed += 1
+        if passed == looks:
+            buf[at] = right
+
+    monkeypatch.setattr("drumline.transport.ring.fence", arrive)
+    message = reader.poll()
+    assert message is not None
+    assert bytes(message.data) == b"hello"
+    assert reader.rereads == 1
 
 
 def test_one_writer_one_reader_an_index_and_only_from_the_start() -> None:

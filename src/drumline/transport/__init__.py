@@ -1,12 +1,14 @@
 """Bytes between the processes of one machine: shared memory, doorbells, waiters, rings, queues, codecs.
 
-From below: :mod:`fence`, :mod:`memory` (memfd), :mod:`doorbell` (futex), :mod:`waiter`, :mod:`ring` (pure),
-:mod:`broadcast` (ring + doorbells), :mod:`codec` (objects to bytes), :mod:`frames` (messages over a socketpair).
+From below: :mod:`futex`, :mod:`fence`, :mod:`memory` (memfd), :mod:`doorbell`, :mod:`spin` (pure), :mod:`waiter`,
+:mod:`arena` (large buffers), :mod:`records` and :mod:`ring` (no waiting), :mod:`broadcast` (ring, arena and doorbells),
+:mod:`codec` (objects to bytes), :mod:`frames` (messages over a socketpair).
 """
 
 from __future__ import annotations
 
-from drumline.transport.broadcast import BroadcastQueue, QueueWriter
+from drumline.transport.arena import ArenaLayout, ArenaReader, ArenaWriter
+from drumline.transport.broadcast import BroadcastQueue, QueueWriter, create_arena
 from drumline.transport.codec import CodecRegistry
 from drumline.transport.doorbell import DOORBELL_BYTES, OWNER_RINGER, Doorbell
 from drumline.transport.memory import SharedMemory, memfd
@@ -14,6 +16,9 @@ from drumline.transport.ring import Message, Part, RingLayout, RingReader, RingW
 from drumline.transport.waiter import Waiter, deadline_after
 
 __all__ = [
+    "ArenaLayout",
+    "ArenaReader",
+    "ArenaWriter",
     "DOORBELL_BYTES",
     "OWNER_RINGER",
     "BroadcastQueue",
@@ -27,6 +32,7 @@ __all__ = [
     "RingWriter",
     "SharedMemory",
     "Waiter",
+    "create_arena",
     "deadline_after",
     "memfd",
     "ring_bytes",

@@ -1,47 +1,75 @@
-"""The message queue of one machine: a ring in a memfd and the doorbells of those who wait at its ends.
+"""The message queue of one machine: a ring in a memfd, an arena in another, and the doorbells of who waits at the ends.
 
-    writer process                        memfd                            reader process i
-    --------------                        -----                            ----------------
+    writer process                        memfds                           reader process i
+    --------------                        ------                           ----------------
     try_write/enqueue(parts) --copy-->  [slots] [written] ----------->  poll() -> Message (a view)
+                   (buffers) --copy-->  [blocks of the arena] ------->  Message.buffers (views where they lie)
                              --ring-->  doorbell of reader i's Waiter ->  wakes
     wakes  <-  doorbell of the writer's Waiter  <--ring, if it waits---  Message.release(): [read i]
+                                                                         last view collected: [freed i]
 
 Who makes the queue and the waiters (usually an owner, for itself and its children) hands the descriptors over by a
 fork or SCM_RIGHTS. Serialisation is the codec's, once a message, however many readers there are.
+
+**How a message goes** (order is kept, since everything has a record in the one ring):
+
+===================================================== ==============================================================
+parts and small buffers that fit into the ring        one record
+buffers of 16 KiB and more                            blocks of the arena; the record says where
+the arena is full                                     what fits into a quarter of the ring goes inline at once; for
+                                                      more, up to 50 ms are waited for readers to let go
+what does not fit into the ring in one piece          pieces, as the readers make room: any size up to ``largest``
+===================================================== ==============================================================
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
-from drumline.errors import RPCTimeoutError
-from drumline.transport.doorbell import Doorbell
+from drumline.errors import MessageTooLargeError, RPCTimeoutError
+from drumline.transport.arena import ArenaLayout, ArenaReader, ArenaWriter
+from drumline.transport.doorbell import Doorbell, ring_all
 from drumline.transport.memory import SharedMemory
-from drumline.transport.ring import Message, Part, RingLayout, RingReader, RingWriter
+from drumline.transport.records import bytes_of
+from drumline.transport.ring import Message, Part, Pieces, RingLayout, RingReader, RingWriter
 from drumline.transport.waiter import Waiter
+
+PATIENCE_S = 0.05
+"""How long a large message waits for room in the arena before it goes through the ring."""
+
+
+def _nothing() -> None:
+    pass
 
 
 class QueueWriter:
-    """The writing end. ``bells`` are the doorbells of the readers' waiters. Not thread-safe."""
+    """The writing end. ``bells`` are the doorbells of the readers' waiters. Not thread-safe.
 
-    def __init__(self, ring: RingWriter, bells: Sequence[Doorbell]) -> None:
+    ``largest``: most bytes of a message, buffers counted in. Without it a message must fit into the ring in one piece,
+    and each of its buffers into ring or arena.
+    """
+
+    def __init__(self, ring: RingWriter, bells: Sequence[Doorbell], largest: int | None = None) -> None:
         self._ring = ring
         self._bells = tuple(bells)
+        self._largest = largest
+        self._patience_s = PATIENCE_S
 
     @property
     def largest_message(self) -> int:
-        """Payload bytes of the largest message."""
-        return self._ring.layout.largest_message
+        """Bytes of the largest message."""
+        return self._ring.layout.largest_message if self._largest is None else self._largest
 
-    def try_write(self, parts: Sequence[Part], kind: int = 0) -> bool:
+    def try_write(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due_us: int = 0) -> bool:
         """Send one message to all readers if there is room now. False if not: this writer's waiter will be rung.
 
-        The parts are copied: the caller may change them afterwards. MessageTooLargeError if it can never fit.
+        Everything is copied: the caller may change it afterwards. MessageTooLargeError if it can never fit in one piece
+        (:meth:`enqueue` sends it in several). See :meth:`RingWriter.try_write` for the arguments.
         """
-        if not self._ring.try_write(parts, kind):
+        if not self._ring.try_write(parts, kind, buffers, due_us):
             return False
-        for bell in self._bells:
-            bell.ring()
+        ring_all(self._bells)
         return True
 
     def enqueue(
@@ -51,72 +79,156 @@ class QueueWriter:
         deadline: float | None = None,
         alive: Callable[[], None] | None = None,
         kind: int = 0,
+        buffers: Sequence[Part] = (),
+        due_us: int = 0,
     ) -> None:
         """Send one message to all readers, waiting for room on ``waiter`` (the one whose bell the readers have).
 
         ``alive`` raises if waiting has no sense any more (its exception is raised here). RPCTimeoutError, naming the
-        slowest reader, if there is no room by ``deadline`` (``time.monotonic()``): nothing was sent then.
+        slowest reader, if there is no room by ``deadline`` (``time.monotonic()``): no reader gets any of it then.
+        MessageTooLargeError for more than :attr:`largest_message` bytes.
         """
-        if self.try_write(parts, kind):
+        if self._largest is not None:
+            size = bytes_of(parts) + (bytes_of(buffers) if buffers else 0)
+            if size > self._largest:
+                raise MessageTooLargeError(f"a message of {size} bytes, and the limit is {self._largest}")
+            if size > self._ring.layout.largest_message // 4:
+                self._enqueue_long(parts, waiter, deadline, alive or _nothing, kind, buffers, due_us)
+                return
+        if self.try_write(parts, kind, buffers, due_us):
             return
 
         def check() -> bool | None:
             if alive is not None:
                 alive()
-            return self.try_write(parts, kind) or None
+            return self.try_write(parts, kind, buffers, due_us) or None
 
         if waiter.wait(check, deadline) is None:
-            backlog = self.backlog()
-            raise RPCTimeoutError(
-                f"no room in the message queue until the deadline: reader {backlog.index(max(backlog))} is the slowest "
-                f"(slots not read yet, by reader: {backlog}, of {self._ring.layout.slots})"
-            )
+            raise self._no_room()
+
+    def _enqueue_long(
+        self,
+        parts: Sequence[Part],
+        waiter: Waiter,
+        deadline: float | None,
+        alive: Callable[[], None],
+        kind: int,
+        buffers: Sequence[Part],
+        due_us: int,
+    ) -> None:
+        """As :meth:`enqueue`, for a message that may have to wait for the arena, and may go in pieces."""
+
+        def start() -> Pieces | None:
+            alive()
+            return self._ring.start_with_arena(parts, kind, buffers, due_us)
+
+        patience = time.monotonic() + self._patience_s
+        pieces = waiter.wait(start, patience if deadline is None else min(deadline, patience))
+        self._patience_s = PATIENCE_S if pieces is not None else self._patience_s / 2
+        pieces = pieces or self._ring.start(parts, kind, buffers, due_us)
+
+        def go_on() -> bool | None:
+            alive()
+            while pieces.advance():
+                ring_all(self._bells)
+                if not pieces.rest:
+                    return True
+            return None
+
+        try:
+            if waiter.wait(go_on, deadline) is None:
+                raise self._no_room()
+        finally:
+            pieces.close()
+
+    def _no_room(self) -> RPCTimeoutError:
+        backlog = self.backlog()
+        return RPCTimeoutError(
+            f"no room in the message queue until the deadline: reader {backlog.index(max(backlog))} is the slowest "
+            f"(slots not read yet, by reader: {backlog}, of {self._ring.layout.slots})"
+        )
 
     def backlog(self) -> list[int]:
         """For each reader the number of slots that it has not freed yet."""
         return self._ring.backlog()
 
     def close(self) -> None:
-        """Let go of the ring."""
+        """Let go of ring and arena."""
         self._ring.close()
 
 
 class BroadcastQueue:
-    """The segment of one queue. Make it, hand ``fd`` over, and take one end: :meth:`writer` or :meth:`reader`."""
+    """The memory of one queue. Make it, hand ``fds`` over, and take one end: :meth:`writer` or :meth:`reader`."""
 
-    def __init__(self, memory: SharedMemory) -> None:
+    def __init__(self, memory: SharedMemory, arena: SharedMemory | None = None, arena_fd: int = -1) -> None:
         self._memory = memory
+        self._arena = arena
+        self._arena_fd = arena_fd
         self.layout = RingLayout.of(memory.buf)
 
     @classmethod
-    def create(cls, name: str, slot_bytes: int, slots: int, n_readers: int = 1) -> BroadcastQueue:
-        """A new queue; ``ring_bytes(slot_bytes, slots, n_readers)`` bytes of shared memory, taken as they are used."""
+    def create(cls, name: str, slot_bytes: int, slots: int, n_readers: int = 1, arena_bytes: int = 0) -> BroadcastQueue:
+        """A new queue; ``ring_bytes(slot_bytes, slots, n_readers)`` bytes of shared memory, taken as they are used.
+
+        ``arena_bytes``: of the arena for large buffers; 0: none, then all goes through the ring.
+        """
         layout = RingLayout(slot_bytes, slots, n_readers)
         memory = SharedMemory.create(layout.total_bytes, f"drumline-{name}")
         layout.init(memory.buf)
-        return cls(memory)
+        if not arena_bytes:
+            return cls(memory)
+        arena = create_arena(f"{name}-arena", arena_bytes, n_readers)
+        return cls(memory, arena, arena.fd)
 
     @classmethod
-    def attach(cls, fd: int) -> BroadcastQueue:
-        """The queue that a peer made. The descriptor stays the caller's."""
-        return cls(SharedMemory.attach(fd))
+    def attach(cls, fd: int, arena_fd: int = -1) -> BroadcastQueue:
+        """The queue that a peer made. The descriptors stay the caller's; the arena's until an end is taken."""
+        arena = SharedMemory.attach(arena_fd) if arena_fd >= 0 else None
+        return cls(SharedMemory.attach(fd), arena, arena_fd)
 
     @property
     def fd(self) -> int:
-        """Descriptor to hand to peers; -1 where it was attached."""
+        """Descriptor of the ring, to hand to peers; -1 where it was attached."""
         return self._memory.fd
 
-    def writer(self, bells: Sequence[Doorbell], hint: str = "--mq-slots or --mq-slot-bytes") -> QueueWriter:
-        """The only writer. ``bells``: one for each reader; ``hint``: the flags that make this ring larger."""
-        return QueueWriter(RingWriter(self._memory.buf, hint), bells)
+    @property
+    def arena_fd(self) -> int:
+        """Descriptor of the arena, to hand to peers; -1 if there is none, or where it was attached."""
+        return self._arena.fd if self._arena is not None else -1
+
+    def writer(
+        self,
+        bells: Sequence[Doorbell],
+        hint: str = "--mq-slots or --mq-slot-bytes",
+        largest: int | None = None,
+        names: Sequence[str] = (),
+    ) -> QueueWriter:
+        """The only writer. ``bells``: one for each reader; ``hint``: the flags that make this ring larger.
+
+        ``largest``: see :class:`QueueWriter`; ``names`` of the readers, for the log.
+        """
+        arena = ArenaWriter(self._arena, names) if self._arena is not None else None
+        return QueueWriter(RingWriter(self._memory.buf, hint, arena), bells, largest)
 
     def reader(self, index: int = 0, writer_bell: Doorbell | None = None) -> RingReader:
         """Reader ``index``; ``writer_bell`` belongs to the waiter on which the writer waits for room."""
-        return RingReader(self._memory.buf, index, writer_bell.ring if writer_bell is not None else None)
+        on_wanted = writer_bell.ring if writer_bell is not None else None
+        arena = ArenaReader(self._arena_fd, index, on_wanted) if self._arena is not None else None
+        return RingReader(self._memory.buf, index, on_wanted, arena)
 
     def close(self) -> None:
-        """Unmap (when the last view of a message is gone) and close the descriptor. Idempotent."""
+        """Unmap (when the last view of a message is gone) and close the descriptors. Idempotent."""
         self._memory.close()
+        if self._arena is not None:
+            self._arena.close()
 
 
-__all__ = ["BroadcastQueue", "Message", "QueueWriter"]
+def create_arena(name: str, data_bytes: int, n_readers: int) -> SharedMemory:
+    """Memory of a new arena: an :class:`ArenaWriter` takes it, an :class:`ArenaReader` its descriptor."""
+    layout = ArenaLayout(data_bytes, n_readers)
+    memory = SharedMemory.create(layout.total_bytes, f"drumline-{name}")
+    layout.init(memory.buf)
+    return memory
+
+
+__all__ = ["BroadcastQueue", "Message", "QueueWriter", "create_arena"]

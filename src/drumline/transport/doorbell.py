@@ -3,8 +3,8 @@
     ringer (any process)                                   waiter
     -------------------------------------                  ---------------------------------------
     change something (a message, a flag)                   seen = value()
-    fence; word = a value never seen before                fence; check every condition -> nothing
-    futex(WAKE)                                            futex(WAIT, seen)   sleeps only if word == seen
+    order; word = a value never seen before                order; check every condition -> nothing
+    fence; if the waiter is asleep: futex(WAKE)            futex(WAIT, seen)   sleeps only if word == seen
 
 Nothing is lost: whatever was changed before the waiter read ``seen`` is found by its check; whatever is changed later
 makes the word differ from ``seen``, so that the kernel, which compares under its own lock, does not let it sleep or
@@ -23,92 +23,74 @@ one. So a signal handler may ring as well. Counters have 24 bits: a value comes 
 ringer, which would have to happen between a waiter's read and its sleep, a microsecond later. They start at a random
 place, so that a ringer which takes over the id of a dead one does not repeat its values.
 
-**Wake always.** Skipping the call when nobody seems to sleep saves about a microsecond and needs a flag with a Dekker
-handshake; this is left to later work. All sleepers are woken: several threads may wait on one bell.
+**A wake may be skipped, and why nothing is lost by it.** A wake that wakes nobody costs a microsecond, and with eight
+readers that watch the word anyway it would cost eight a message. So who is about to sleep says so first, in a word
+beside the bell that only the waiting process writes::
 
-The futex is not process-private, and it is reached through ctypes: waiting releases the GIL (``CDLL``), waking does
-not (``PyDLL``: it never blocks, and giving the GIL away for it costs more than the call).
+    ringer: word = value; fence; asleep? futex(WAKE)          waiter: asleep = 1; fence; word == seen? futex(WAIT)
+
+Of the two fences (full ones, see :mod:`fence`) one is first. If the ringer's is, the waiter finds the new word and does
+not sleep. If the waiter's is, the ringer finds ``asleep`` and wakes. (The kernel's own comparison under its lock covers
+what comes between the waiter's look and its sleep.) ``asleep`` is 1 while any thread sleeps, counted under a lock of
+the waiting process; a process that died asleep leaves a 1 behind, which costs calls and loses nothing. All sleepers are
+woken: several threads may wait on one bell.
+
+**Without a futex** (:mod:`futex` says where) the waiter looks at the word in naps that grow from 50 us to 10 ms: up to
+10 ms later per message and about 100 looks a second when idle. Nobody needs to be woken then, and ringers do not.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import itertools
 import os
-import platform
-import sys
-from typing import Any
+import threading
+import time
+from collections.abc import Iterable
 
-from drumline.errors import ChannelClosedError, TransportError
-from drumline.transport.fence import fence
+from drumline.errors import ChannelClosedError
+from drumline.transport.fence import fence, order
+from drumline.transport.futex import futex_number, futex_or_none, futex_wait, wake_arguments, wake_call
 from drumline.transport.memory import SharedMemory
 
+__all__ = ["DOORBELL_BYTES", "OWNER_RINGER", "Doorbell", "futex_number", "ring_all"]
+
 DOORBELL_BYTES = 64
-"""Bytes of one doorbell: a cache line, of which the first four bytes are the word."""
+"""Bytes of one doorbell: a cache line. Its words: the bell, "asleep" (waiter), what the maker tells the waiter."""
 OWNER_RINGER = 0
 """Ringer id of the process that waits; peers use 1 to 255, each its own."""
 
-_SYSCALL_NUMBERS = {"x86_64": 202, "aarch64": 98}
-_FUTEX_WAIT = 0
-_FUTEX_WAKE = 1
-_EVERYBODY = 0x7FFFFFFF
-_LONGEST_WAIT_S = 86_400.0
-_QUIET = frozenset({errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT})
-
-
-def futex_number(system: str = sys.platform, machine: str = "", bits: int = 64 if sys.maxsize > 2**32 else 32) -> int:
-    """Number of the futex system call on this machine; TransportError with the reason where it is not known."""
-    machine = machine or platform.machine()
-    number = _SYSCALL_NUMBERS.get(machine)
-    if not system.startswith("linux") or number is None or bits != 64:
-        known = ", ".join(sorted(_SYSCALL_NUMBERS))
-        raise TransportError(
-            f"drumline's transport needs a futex: 64-bit Linux on {known}; this is {system} on {machine}, {bits}-bit"
-        )
-    return number
-
-
-class _Timespec(ctypes.Structure):
-    _fields_ = [("seconds", ctypes.c_int64), ("nanoseconds", ctypes.c_int64)]
-
-
-_ARGUMENTS: list[Any] = [
-    ctypes.c_long,
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_uint32,
-    ctypes.POINTER(_Timespec),
-    ctypes.c_void_p,
-    ctypes.c_uint32,
-]
-_wait_call = ctypes.CDLL(None, use_errno=True).syscall
-_wait_call.argtypes = _ARGUMENTS
-_wait_call.restype = ctypes.c_long
-_wake_call = ctypes.PyDLL(None).syscall
-_wake_call.argtypes = _ARGUMENTS
-_wake_call.restype = ctypes.c_long
+_ASLEEP = 1
+_SHORT_NAP_S = 50e-6
+_LONG_NAP_S = 10e-3
+_LONGEST_LOOK_S = 0.05
 
 
 class Doorbell:
     """One ringer's side of a doorbell (and, through :class:`~drumline.transport.waiter.Waiter`, the waiter's).
 
     ``ringer_id`` (0 to 255) belongs to one process: two processes that ring the same bell must have two ids. A forked
-    child must not go on with its parent's object.
+    child must not go on with its parent's object. Only one object of one process waits on a bell, from any number of
+    threads. ``futex`` False takes the fall-back on this side; all sides of a bell must take the same.
     """
 
-    def __init__(self, memory: SharedMemory, ringer_id: int, *, own_memory: bool = False) -> None:
+    def __init__(
+        self, memory: SharedMemory, ringer_id: int, *, own_memory: bool = False, futex: bool | None = None
+    ) -> None:
         if not 0 <= ringer_id <= 255:
             raise ValueError(f"a ringer id is 0 to 255, not {ringer_id}")
-        self._number = futex_number()
+        self._number = futex_or_none() if futex is not False else None
         self._memory = memory
         self._own_memory = own_memory
         anchor = ctypes.c_char.from_buffer(memory.mapping())
         self._address = ctypes.addressof(anchor)
         del anchor  # it would keep the mapping from closing; the address stays good until then
+        self._wake = wake_arguments(self._number or 0, self._address)
         self.words = memory.buf[:DOORBELL_BYTES].cast("I")
         self._id = ringer_id
         self._counter = itertools.count(int.from_bytes(os.urandom(3), "little"))
+        self._sleepers: set[object] = set()
+        self._sleepers_lock = threading.RLock()  # a signal handler may wait, too
 
     @classmethod
     def attach(cls, fd: int, ringer_id: int) -> Doorbell:
@@ -127,30 +109,60 @@ class Doorbell:
 
         Safe from any thread and from signal handlers. Nothing happens once the doorbell is closed.
         """
-        fence()
-        value = (next(self._counter) & 0xFFFFFF) << 8 | self._id
+        words = self.words
+        order()
         try:
-            self.words[0] = value
+            words[0] = (next(self._counter) & 0xFFFFFF) << 8 | self._id
+            fence()
+            if words[_ASLEEP]:
+                wake_call(*self._wake)
         except ValueError:
             return
-        _wake_call(self._number, self._address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleep while the word is ``seen``, for at most ``timeout_s`` seconds.
 
         May return early for no reason (a signal whose Python handler has run by then, another's wake): look again.
+        ChannelClosedError once closed.
         """
         if timeout_s <= 0:
             return
-        timeout_s = min(timeout_s, _LONGEST_WAIT_S)
-        seconds = int(timeout_s)
-        timeout = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
-        if _wait_call(self._number, self._address, _FUTEX_WAIT, seen, timeout, None, 0) == -1:
-            code = ctypes.get_errno()
-            if code == errno.EFAULT:
-                raise ChannelClosedError("this doorbell is closed")
-            if code not in _QUIET:
-                raise OSError(code, f"futex wait: {os.strerror(code)}")
+        if self._number is None:
+            self._look(seen, timeout_s)
+            return
+        me = object()
+        try:
+            with self._sleepers_lock:
+                self._sleepers.add(me)
+                self.words[_ASLEEP] = 1
+            fence()
+            if self.words[0] == seen:
+                futex_wait(self._number, self._address, seen, timeout_s)
+        except ValueError:
+            raise ChannelClosedError("this doorbell is closed") from None
+        finally:
+            self._awake(me)
+
+    def _awake(self, me: object) -> None:
+        """``me`` sleeps no more, if it ever did: a signal handler may have raised before."""
+        with self._sleepers_lock:
+            self._sleepers.discard(me)
+            if not self._sleepers:
+                try:
+                    self.words[_ASLEEP] = 0
+                except ValueError:  # closed meanwhile
+                    pass
+
+    def _look(self, seen: int, timeout_s: float) -> None:
+        """The wait without a futex: naps. Ends early, so that what a signal handler has noted is looked at."""
+        until = time.monotonic() + min(timeout_s, _LONGEST_LOOK_S)
+        nap = _SHORT_NAP_S
+        while self.value() == seen:
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(nap, left))
+            nap = min(nap * 1.5, _LONG_NAP_S)
 
     def close(self) -> None:
         """Let go of the word; the memory too, if it was attached. Idempotent."""
@@ -158,3 +170,20 @@ class Doorbell:
         self._address = 0
         if self._own_memory:
             self._memory.close()
+
+
+def ring_all(bells: Iterable[Doorbell]) -> None:
+    """Ring several bells with one pair of fences, which is most of what a ring costs. As :meth:`Doorbell.ring`."""
+    order()
+    for bell in bells:
+        try:
+            bell.words[0] = (next(bell._counter) & 0xFFFFFF) << 8 | bell._id
+        except ValueError:
+            pass
+    fence()
+    for bell in bells:
+        try:
+            if bell.words[_ASLEEP]:
+                wake_call(*bell._wake)
+        except ValueError:
+            pass

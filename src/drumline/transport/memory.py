@@ -3,14 +3,20 @@
 Nothing appears in /dev/shm, so nothing can be left there by a kill, a 64 MB limit of a container does not matter, and
 there is no resource tracker. The kernel frees the memory with the last descriptor and mapping. The size is sealed, so
 no peer can shrink the file under a mapping (which would be a SIGBUS in whoever touches it next).
+
+Where there is no memfd (macOS) it is a file in the temporary folder, unlinked before it is used: nothing is left there
+either, but it has no seals, and the disk may see its pages.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import tempfile
+from pathlib import Path
 
 from drumline.errors import ChannelClosedError
 
@@ -26,6 +32,8 @@ def memfd(name: str, size: int = 0) -> int:
     flag: so ask with it first (6.3 and newer also log a warning about memfds that do not say), then without.
     With a size the size is sealed; with 0 the file may grow, as a rendezvous file must.
     """
+    if not hasattr(os, "memfd_create"):
+        return _unlinked_file(name, size)
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         fd = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
@@ -41,6 +49,34 @@ def memfd(name: str, size: int = 0) -> int:
             os.close(fd)
             raise
     return fd
+
+
+def _unlinked_file(name: str, size: int) -> int:
+    fd, path = tempfile.mkstemp(prefix=name)
+    try:
+        Path(path).unlink()
+        os.ftruncate(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def map_readonly(fd: int, offset: int, size: int) -> mmap.mmap:
+    """Map a part of a file so that nobody in this process can write there; ``offset`` and ``size`` are whole pages.
+
+    The object says that it is writable, which ctypes asks for before it makes anything that lies inside; the kernel
+    says no (SIGSEGV). A buffer of Python that is made of it must be made read-only.
+    """
+    mapping = mmap.mmap(fd, size, offset=offset)
+    anchor = ctypes.c_char.from_buffer(mapping)
+    address = ctypes.addressof(anchor)
+    del anchor
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    if protect(ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_int(mmap.PROT_READ)):
+        code = ctypes.get_errno()
+        raise OSError(code, f"mprotect: {os.strerror(code)}")
+    return mapping
 
 
 class SharedMemory:

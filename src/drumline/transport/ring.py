@@ -7,126 +7,106 @@ Layout (cache lines of 64 bytes; every word has one writer)::
     line 2 + i    [read]                                                reader i
     then          slot 0 | slot 1 | ... | slot n-1                      writer
 
-A message takes one slot or several neighbouring ones and starts at the beginning of a slot: a head (sequence number,
-kind, length), the payload, and if it takes more than one slot a tail (sequence number again). It goes on from the last
-slot to the first: a reader gets such a message as a joined copy, every other one as a view of the ring.
+A message is one record, or several if the ring cannot hold it in one piece. A record takes one slot or several
+neighbouring ones and starts at the beginning of a slot: a head and its bytes. It goes on from the last slot to the
+first: a reader gets such a record as a joined copy, every other one as a view of the ring. The head::
+
+    sequence   the count of slots at which the record starts
+    checksum   CRC-32 of the rest of the head and of the bytes, starting from the sequence number
+    kind       the receiver's
+    due        microseconds from now in which the sender means to send the next message; 0: it does not say
+    length     of the bytes in this record
+    buffers    how many buffers the message has; the highest bit: this record goes on with the message of the one before
+    rest       bytes of the message that come in later records
+
+The bytes of a message with buffers: its parts, then those buffers that are not in the arena, then a table that says for
+each buffer where it is (:mod:`drumline.transport.arena`) and how long.
 
 ``written`` and ``read`` count slots, modulo 2^32, and are compared by difference; they start shortly before 2^32, as
 Linux does with its clock, so that the wrap is a daily event and no surprise after months. Any number of slots works,
 since each side keeps its own place in the ring beside the count. Free slots: ``slots - (written - min(read))``.
 
-Order (see fence.py). Writer: payload and head, fence, ``written``. Reader: ``written``, fence, head and payload; after
-the message was decoded: fence, ``read``. The sequence number in head and tail is the count at which the message starts;
-a reader that finds another one there refuses to go on: it would mean that the order above does not hold.
+Order (see fence.py). Writer: bytes and head, order, ``written``. Reader: ``written``, order, head and bytes; after the
+message was decoded: order, ``read``. A reader that finds another sequence number, or bytes that the checksum does not
+fit, looks again a few times behind fences, which repairs what a weaker order would do, and counts it
+(:attr:`RingReader.rereads`; tests hold it at 0). Then it refuses to go on: the order above does not hold on this
+machine, or somebody wrote where he must not.
 
 ``wanted``: a reader that frees slots must wake a writer that waits for some, but waking it after every message would
 cost two context switches a message. So a writer that finds no room sets ``wanted``, fence, looks once more; a reader
 stores ``read``, fence, looks at ``wanted``. With the fences at least one of them sees the other. Whoever owns the
 writer's doorbell rings it if :meth:`Message.release` says so (``on_wanted``).
 
+A message in pieces of which no end comes (its sender gave up at its deadline) is dropped by the reader when the next
+one begins. The pieces are as large as what is free at that moment, half the ring at most, so that reader and writer
+work at the same time and a message of any size costs about what its bytes cost.
+
 Rejected: a flag for every (slot, reader) pair: n stores of the writer a message, and neighbours share cache lines.
-Skipping the rest of the ring so that no message wraps: the largest message then fits only sometimes.
+Skipping the rest of the ring so that no message wraps: the largest message then fits only sometimes. A head in each
+slot of a long record: every reader would have to join what it now gets as a view.
 """
 
 from __future__ import annotations
 
-import struct
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from zlib import crc32
 
 from drumline.errors import MessageTooLargeError, TransportError
-from drumline.transport.fence import fence
+from drumline.transport.arena import LEAST_BYTES, ArenaReader, ArenaWriter, Block
+from drumline.transport.fence import fence, order
+from drumline.transport.records import (
+    ENTRY,
+    GOES_ON,
+    HEAD,
+    HEAD_BYTES,
+    INLINE,
+    LINE,
+    MASK,
+    SUMMED,
+    WANTED,
+    WORDS,
+    WRITTEN,
+    Part,
+    RingLayout,
+    bytes_of,
+    flat,
+    ring_bytes,
+    start_of,
+)
 
-Part = bytes | bytearray | memoryview
-"""What a message is put together from: anything with a contiguous buffer."""
+__all__ = ["HEAD_BYTES", "LINE", "Message", "Part", "Pieces", "RingLayout", "RingReader", "RingWriter", "ring_bytes"]
 
-LINE = 64
-_WORDS = LINE // 4
-_MASK = 0xFFFFFFFF
-_MAGIC = 0x44524D52
-_VERSION = 1
-_START = _MASK - 200
-_GEOMETRY = struct.Struct("=6I")
-_HEAD = struct.Struct("=IIQ")
-_TAIL = struct.Struct("=I")
-HEAD_BYTES = _HEAD.size
-"""Bytes of a slot that the message's head takes."""
-_WRITTEN = _WORDS
-_WANTED = _WORDS + 1
-
-
-@dataclass(frozen=True)
-class RingLayout:
-    """Sizes of one ring, in bytes where not said otherwise. ``slot_bytes`` is rounded up to whole cache lines."""
-
-    slot_bytes: int
-    slots: int
-    n_readers: int
-
-    def __post_init__(self) -> None:
-        if self.slot_bytes < 1 or self.slots < 1 or self.n_readers < 1:
-            raise ValueError(f"a ring has at least one slot, of one byte, and one reader: {self}")
-        if self.slots > 2**30 or self.slot_bytes > 2**31:
-            raise ValueError(f"this ring is too large to count: {self}")
-        object.__setattr__(self, "slot_bytes", -(-self.slot_bytes // LINE) * LINE)
-
-    @property
-    def control_bytes(self) -> int:
-        """Bytes before the first slot."""
-        return (2 + self.n_readers) * LINE
-
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of all slots."""
-        return self.slots * self.slot_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the whole ring."""
-        return self.control_bytes + self.data_bytes
-
-    @property
-    def largest_message(self) -> int:
-        """Payload bytes of the largest message that fits into the empty ring."""
-        return self.data_bytes - _HEAD.size - (_TAIL.size if self.slots > 1 else 0)
-
-    def slots_of(self, length: int) -> int:
-        """Slots that a message of ``length`` payload bytes takes."""
-        if length + _HEAD.size <= self.slot_bytes:
-            return 1
-        return -(-(length + _HEAD.size + _TAIL.size) // self.slot_bytes)
-
-    def init(self, buf: memoryview, start: int = _START) -> None:
-        """Write the control lines of a new ring; ``start`` is where the counters begin."""
-        _GEOMETRY.pack_into(buf, 0, _MAGIC, _VERSION, self.slot_bytes, self.slots, self.n_readers, start)
-        words = buf[: self.control_bytes].cast("I")
-        words[_WRITTEN] = start
-        words[_WANTED] = 0
-        for reader in range(self.n_readers):
-            words[(2 + reader) * _WORDS] = start
-
-    @classmethod
-    def of(cls, buf: memoryview) -> RingLayout:
-        """Layout of a ring that somebody else made; TransportError if it is none."""
-        if len(buf) < LINE:
-            raise TransportError(f"no ring: only {len(buf)} bytes")
-        magic, version, slot_bytes, slots, n_readers, _start = _GEOMETRY.unpack_from(buf, 0)
-        if magic != _MAGIC or version != _VERSION:
-            raise TransportError(f"no ring of this version: magic {magic:#x}, version {version}")
-        layout = cls(slot_bytes, slots, n_readers)
-        if layout.total_bytes > len(buf):
-            raise TransportError(f"the ring needs {layout.total_bytes} bytes, the buffer has {len(buf)}")
-        return layout
+_REREADS = 40
 
 
-def ring_bytes(slot_bytes: int, slots: int, n_readers: int) -> int:
-    """Bytes of shared memory that a ring of this shape takes."""
-    return RingLayout(slot_bytes, slots, n_readers).total_bytes
+class Outgoing:
+    """A message with its buffers put where they go: some have blocks of the arena, the others are among the parts."""
 
+    __slots__ = ("blocks", "count", "length", "parts", "squeezed")
 
-def _start_of(buf: memoryview) -> int:
-    start: int = _GEOMETRY.unpack_from(buf, 0)[5]
-    return start
+    def __init__(self, parts: Sequence[Part], buffers: Sequence[Part], arena: ArenaWriter | None) -> None:
+        inline: list[Part] = [*parts]
+        table = bytearray()
+        self.blocks: list[tuple[Block, memoryview]] = []
+        self.squeezed = 0
+        """Bytes that would be in the arena if there were room now."""
+        for buffer in buffers:
+            view = flat(buffer)
+            size = len(view)
+            large = arena is not None and LEAST_BYTES <= size <= arena.layout.data_bytes
+            block = arena.allocate(size) if arena is not None and large else None
+            if block is not None:
+                table += ENTRY.pack(block.offset, size, block.index, block.generation)
+                self.blocks.append((block, view))
+            else:
+                table += ENTRY.pack(0, size, INLINE, 0)
+                inline.append(view)
+                self.squeezed += size if large else 0
+        inline.append(table)
+        self.parts = inline if buffers else parts
+        self.count = len(buffers)
+        self.length = bytes_of(self.parts)
 
 
 class RingWriter:
@@ -136,62 +116,155 @@ class RingWriter:
     take back the wish to be woken. (With threads: one lock around the whole of ``enqueue``.)
     """
 
-    def __init__(self, buf: memoryview, hint: str = "--mq-slots or --mq-slot-bytes") -> None:
+    def __init__(
+        self, buf: memoryview, hint: str = "--mq-slots or --mq-slot-bytes", arena: ArenaWriter | None = None
+    ) -> None:
         layout = RingLayout.of(buf)
         self.layout = layout
+        self.arena = arena
         self._hint = hint
         self._words = buf[: layout.control_bytes].cast("I")
         self._data = buf[layout.control_bytes : layout.total_bytes]
-        self._written = self._words[_WRITTEN]
-        if self._written != _start_of(buf):
+        self._data_words = self._data.cast("I")
+        self._written = self._words[WRITTEN]
+        if self._written != start_of(buf):
             raise TransportError("this ring has had a writer before")
         self._slot_bytes, self._slots, self._data_bytes = layout.slot_bytes, layout.slots, layout.data_bytes
+        self._one_slot = layout.slot_bytes - HEAD_BYTES
         self._place = 0
         self._free = layout.slots
-        self._readers = range(2 * _WORDS, (2 + layout.n_readers) * _WORDS, _WORDS)
+        self._readers = range(2 * WORDS, (2 + layout.n_readers) * WORDS, WORDS)
 
-    def try_write(self, parts: Sequence[Part], kind: int = 0) -> bool:
-        """Write one message if there is room; False if not, and then readers will say when they free slots.
+    def try_write(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due_us: int = 0) -> bool:
+        """Write one message if there is room; False if not, and then readers will say when they free what it needs.
 
-        ``kind`` is a uint32 for the receiver. The parts are copied. MessageTooLargeError if it can never fit.
+        ``kind`` is a uint32 for the receiver. Of ``buffers`` (contiguous) those of 16 KiB and more go to the arena if
+        it has room, the others through the ring. ``due_us``: in how many microseconds the next message is likely to
+        come, 0 if nobody knows. Everything is copied. MessageTooLargeError if it can never be written in one piece.
         """
+        if buffers:
+            return self._try_write_buffers(parts, kind, buffers, due_us)
         length = 0
         for part in parts:
             length += part.nbytes if type(part) is memoryview else len(part)
-        slot_bytes = self._slot_bytes
-        count = 1 if length + HEAD_BYTES <= slot_bytes else self.layout.slots_of(length)
-        if count > self._free and not self._make_room(count, length):
+        if length > self._one_slot:
+            count = self.layout.slots_of(length)
+            if count > self._free and not self._make_room(count, length):
+                return False
+            self._put(parts, length, count, kind, due_us, 0, 0)
+            return True
+        if not self._free and not self._make_room(1, length):
             return False
-        at = self._place * slot_bytes
+        # From here on what _put does, for one slot, which never wraps: this is the path of nearly every message
+        at = self._place * self._slot_bytes
+        written, data = self._written, self._data
+        HEAD.pack_into(data, at, written, 0, kind, due_us, length, 0, 0)
+        begin = at + HEAD_BYTES
+        for part in parts:
+            if type(part) is memoryview:
+                part = part.cast("B")
+            end = begin + len(part)
+            data[begin:end] = part
+            begin = end
+        self._data_words[(at >> 2) + 1] = crc32(data[at + SUMMED : begin], written)
+        self._free -= 1
+        place = self._place + 1
+        self._place = place if place < self._slots else 0
+        self._written = written = (written + 1) & MASK
+        order()
+        self._words[WRITTEN] = written
+        return True
+
+    def _try_write_buffers(self, parts: Sequence[Part], kind: int, buffers: Sequence[Part], due_us: int) -> bool:
+        message = self._place_buffers(parts, buffers)
+        length = message.length
+        room = False
+        try:
+            if length - message.squeezed <= self.layout.largest_message < length:
+                return False  # it fits once the arena has room
+            room = self._make_room(self.layout.slots_of(length), length)
+        finally:
+            if not room:
+                self.cancel(message)
+        if room:
+            self.fill(message)
+            self._put(message.parts, length, self.layout.slots_of(length), kind, due_us, message.count, 0)
+            self.sent(message)
+        return room
+
+    def start(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due_us: int = 0) -> Pieces:
+        """Begin to send a message of any size: see :meth:`Pieces.advance`. Nothing is in the ring yet."""
+        return Pieces(self, self._place_buffers(parts, buffers), kind, due_us)
+
+    def start_with_arena(
+        self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due_us: int = 0
+    ) -> Pieces | None:
+        """The same; None if much of it could be in the arena and has no room there now. Then a reader will ring."""
+        message = self._place_buffers(parts, buffers)
+        if message.squeezed > self.layout.largest_message // 4:
+            self.cancel(message)
+            return None
+        return Pieces(self, message, kind, due_us)
+
+    def _place_buffers(self, parts: Sequence[Part], buffers: Sequence[Part]) -> Outgoing:
+        message = Outgoing(parts, buffers, self.arena)
+        if message.squeezed and self.arena is not None:
+            self.arena.press(self.reads())
+        return message
+
+    def fill(self, message: Outgoing) -> None:
+        """Copy its buffers into their blocks."""
+        for block, view in message.blocks:
+            assert self.arena is not None
+            self.arena.fill(block, view)
+
+    def sent(self, message: Outgoing) -> None:
+        """All of it is in the ring now."""
+        for block, _ in message.blocks:
+            assert self.arena is not None
+            self.arena.sent(block, self._written)
+
+    def cancel(self, message: Outgoing) -> None:
+        """Give its blocks back: it was not sent, or not to its end."""
+        for block, _ in message.blocks:
+            assert self.arena is not None
+            self.arena.cancel(block)
+        message.blocks = []
+
+    def _put(
+        self, parts: Sequence[Part], length: int, count: int, kind: int, due_us: int, buffers: int, rest: int
+    ) -> None:
+        """Write a record, for which there is room, and publish it."""
+        at = self._place * self._slot_bytes
         written = self._written
-        _HEAD.pack_into(self._data, at, written, kind, length)
-        if at + count * slot_bytes <= self._data_bytes:
-            self._copy(at + HEAD_BYTES, parts)
-            if count > 1:
-                _TAIL.pack_into(self._data, at + HEAD_BYTES + length, written)
+        data = self._data
+        HEAD.pack_into(data, at, written, 0, kind, due_us, length, buffers, rest)
+        begin = at + HEAD_BYTES
+        end = begin + length
+        if end <= self._data_bytes:
+            for part in parts:
+                if type(part) is memoryview:
+                    part = part.cast("B")
+                data[begin : begin + len(part)] = part
+                begin += len(part)
+            checksum = crc32(data[at + SUMMED : end], written)
         else:
-            self._copy_wrapped(at + HEAD_BYTES, [*parts, _TAIL.pack(written)])
+            checksum = self._copy_wrapped(at, begin, parts, written)
+        self._data_words[(at >> 2) + 1] = checksum
         self._free -= count
         place = self._place + count
         self._place = place if place < self._slots else place - self._slots
-        self._written = written = (written + count) & _MASK
-        fence()
-        self._words[_WRITTEN] = written
-        return True
+        self._written = written = (written + count) & MASK
+        order()
+        self._words[WRITTEN] = written
 
-    def _copy(self, at: int, parts: Sequence[Part]) -> None:
-        data = self._data
+    def _copy_wrapped(self, start: int, at: int, parts: Sequence[Part], written: int) -> int:
+        """Copy a record that goes on from the last slot to the first; its checksum."""
+        data, size = self._data, self._data_bytes
+        checksum = crc32(data[start + SUMMED : at], written)
         for part in parts:
-            if type(part) is memoryview and (part.itemsize != 1 or part.ndim != 1):
-                part = part.cast("B")
-            end = at + len(part)
-            data[at:end] = part
-            at = end
-
-    def _copy_wrapped(self, at: int, parts: Sequence[Part]) -> None:
-        data, size = self._data, self.layout.data_bytes
-        for part in parts:
-            view = memoryview(part).cast("B")
+            view = flat(part)
+            checksum = crc32(view, checksum)
             done = 0
             while done < len(view):
                 at %= size
@@ -199,60 +272,143 @@ class RingWriter:
                 data[at : at + step] = view[done : done + step]
                 at += step
                 done += step
+        return checksum
 
     def _make_room(self, count: int, length: int) -> bool:
         layout = self.layout
-        if count > layout.slots:
+        if count > layout.slots or length > layout.largest_message:
             raise MessageTooLargeError(
                 f"a message of {length} bytes does not fit into this ring, whose largest is {layout.largest_message} "
                 f"bytes ({layout.slots} slots of {layout.slot_bytes} bytes): make it smaller or raise {self._hint}"
             )
+        return self.has_room(count)
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many slots are free. If not, a reader that frees some will say so."""
         words = self._words
-        if self._count_free() < count:
-            words[_WANTED] = 1
+        if self._free < count and self._count_free() < count:
+            words[WANTED] = 1
             fence()
             if self._count_free() < count:
                 return False
-        if words[_WANTED]:
-            words[_WANTED] = 0
+        if words[WANTED]:
+            words[WANTED] = 0
         return True
 
     def _count_free(self) -> int:
-        written, words = self._written, self._words
-        used = max((written - words[at]) & _MASK for at in self._readers)
-        fence()  # what the readers did before they freed these slots comes before what is written into them
-        self._free = self.layout.slots - used
+        written = self._written
+        self._free = self.layout.slots - max((written - read) & MASK for read in self.reads())
+        order()  # what the readers did before they freed these slots comes before what is written into them
         return self._free
+
+    def reads(self) -> list[int]:
+        """What the ring counts for each reader: the slots up to there are free."""
+        words = self._words
+        return [words[at] for at in self._readers]
 
     def backlog(self) -> list[int]:
         """For each reader the slots that it has not freed yet: who is slow, for reports."""
-        return [(self._written - self._words[at]) & _MASK for at in self._readers]
+        return [(self._written - read) & MASK for read in self.reads()]
 
     def close(self) -> None:
-        """Let go of the buffer."""
+        """Let go of the buffers, the arena's too."""
         self._words.release()
+        self._data_words.release()
         self._data.release()
+        if self.arena is not None:
+            self.arena.close()
+
+
+class Pieces:
+    """A message on its way through the ring in several records. One that does not end is dropped by the readers."""
+
+    def __init__(self, ring: RingWriter, message: Outgoing, kind: int, due_us: int) -> None:
+        self._ring = ring
+        self._message = message
+        ring.fill(message)
+        self._views = [view for part in message.parts if len(view := flat(part))]
+        self._kind, self._due_us, self._buffers = kind, due_us, message.count
+        self._done = False
+        self.rest = message.length
+        """Bytes that are not in the ring yet."""
+
+    def advance(self) -> bool:
+        """Write one more piece if there is room for a reasonable one. False: none was written, a reader will ring."""
+        ring = self._ring
+        slots = ring.layout.slots
+        needed = ring.layout.slots_of(self.rest)
+        if not ring.has_room(min(needed, max(1, slots // 8))):
+            return False
+        count = min(needed, ring._free, max(1, slots // 2))
+        length = min(self.rest, count * ring.layout.slot_bytes - HEAD_BYTES, MASK)
+        self.rest -= length
+        ring._put(self._cut(length), length, count, self._kind, self._due_us, self._buffers, self.rest)
+        self._buffers |= GOES_ON
+        if not self.rest:
+            self._done = True
+            ring.sent(self._message)
+        return True
+
+    def _cut(self, length: int) -> list[memoryview]:
+        """The next bytes."""
+        piece = []
+        while length:
+            view = self._views[0]
+            if len(view) <= length:
+                del self._views[0]
+            else:
+                self._views[0] = view[length:]
+                view = view[:length]
+            length -= len(view)
+            piece.append(view)
+        return piece
+
+    def close(self) -> None:
+        """No more of it will be written. If that was not its end, its blocks of the arena are free again."""
+        if not self._done:
+            self._done = True
+            self._ring.cancel(self._message)
 
 
 class Message:
-    """One received message. ``data`` is good until :meth:`release`; ``kind`` is what the writer said."""
+    """One received message.
 
-    __slots__ = ("_count", "_reader", "data", "kind")
+    ``data`` (memoryview of bytes) is good until :meth:`release`. ``kind`` is what the writer said. ``buffers`` are its
+    buffers, in order, as read-only memoryviews of bytes, good for as long as anybody holds them; those that lie in the
+    arena keep their block busy until then. ``due_us``: in how many microseconds the sender thinks that the next message
+    comes (see :meth:`Waiter.expect <drumline.transport.waiter.Waiter.expect>`); 0: it does not say.
+    """
 
-    def __init__(self, reader: RingReader, kind: int, data: memoryview, count: int) -> None:
+    __slots__ = ("_count", "_reader", "buffers", "data", "due_us", "kind")
+
+    def __init__(self, reader: RingReader, kind: int, data: memoryview, count: int, due_us: int) -> None:
         self._reader = reader
         self._count = count
         self.kind = kind
         self.data = data
+        self.due_us = due_us
+        self.buffers: Sequence[memoryview] = ()
 
     def release(self) -> None:
-        """Free its slots. Idempotent.
+        """Free its slots, and let go of ``buffers``. Idempotent.
 
         ``data`` raises ValueError from then on. What was decoded must hold copies: arrays and views over ``data``
         are overwritten by a later message, and only some of them can be noticed (TransportError).
         """
-        if self._count:
-            self._reader._release(self)
+        count = self._count
+        if count < 0:
+            return
+        try:
+            self.data.release()
+        except BufferError:
+            raise TransportError(
+                "what was decoded from a message still refers to its place in the ring: copy it before the release"
+            ) from None
+        self._count = -1
+        self.buffers = ()
+        reader = self._reader
+        reader._current = None
+        reader._advance(count)
 
     def __enter__(self) -> Message:
         return self
@@ -267,76 +423,149 @@ class RingReader:
     ``on_wanted`` is called after slots were freed if the writer waits for some (it rings the writer's doorbell).
     """
 
-    def __init__(self, buf: memoryview, index: int = 0, on_wanted: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        buf: memoryview,
+        index: int = 0,
+        on_wanted: Callable[[], None] | None = None,
+        arena: ArenaReader | None = None,
+    ) -> None:
         layout = RingLayout.of(buf)
         if not 0 <= index < layout.n_readers:
             raise ValueError(f"this ring has readers 0 to {layout.n_readers - 1}, not {index}")
         self.layout = layout
-        self._slot_bytes, self._slots = layout.slot_bytes, layout.slots
+        self._slot_bytes, self._slots, self._data_bytes = layout.slot_bytes, layout.slots, layout.data_bytes
+        self._one_slot = layout.slot_bytes - HEAD_BYTES
         self.index = index
         self._on_wanted = on_wanted
+        self._arena = arena
         self._words = buf[: layout.control_bytes].cast("I")
         self._data = buf[layout.control_bytes : layout.total_bytes]
-        self._word = (2 + index) * _WORDS
+        self._word = (2 + index) * WORDS
         self._read = self._words[self._word]
-        if self._read != _start_of(buf):
+        if self._read != start_of(buf):
             raise TransportError(f"this ring has had a reader {index} before")
         self._place = 0
         self._current: Message | None = None
+        self._partial: bytearray | None = None
+        self._filled = 0
+        self.rereads = 0
+        """Times that a record was not right at first look. Must be 0."""
 
     def poll(self) -> Message | None:
-        """The next message, or None. It must be released before the next call."""
-        read = self._read
-        if self._words[_WRITTEN] == read:
+        """The next message, or None. It must be released before the next call.
+
+        TransportError if what is in the ring is not what a writer of this ring writes.
+        """
+        while True:
+            read = self._read
+            if self._words[WRITTEN] == read:
+                return None
+            if self._current is not None:
+                raise TransportError("release a message before you take the next one")
+            order()
+            data = self._data
+            at = self._place * self._slot_bytes
+            sequence, checksum, kind, due_us, length, buffers, rest = HEAD.unpack_from(data, at)
+            end = at + HEAD_BYTES + length
+            if sequence == read and end <= self._data_bytes and crc32(data[at + SUMMED : end], read) == checksum:
+                payload = data[at + HEAD_BYTES : end]
+            else:
+                kind, due_us, length, buffers, rest, payload = self._look_again(at)
+            count = 1 if length <= self._one_slot else self.layout.slots_of(length)
+            if not (buffers or rest):
+                message = Message(self, kind, payload, count, due_us)
+                self._partial = None
+                self._current = message
+                return message
+            found = self._take_piece(kind, due_us, payload, count, buffers, rest)
+            if found is not None:
+                self._current = found
+                return found
+
+    def _look_again(self, at: int) -> tuple[int, int, int, int, int, memoryview]:
+        """A record that goes on from the last slot to the first, or that was not right at first look."""
+        for attempt in range(_REREADS):
+            sequence, checksum, kind, due_us, length, buffers, rest = HEAD.unpack_from(self._data, at)
+            if length <= self.layout.largest_message and sequence == self._read:
+                record = self._joined(at, HEAD_BYTES + length)
+                if crc32(record[SUMMED:], sequence) == checksum:
+                    if attempt or at + HEAD_BYTES + length <= self._data_bytes:
+                        self.rereads += 1
+                    return kind, due_us, length, buffers, rest, record[HEAD_BYTES:]
+            fence()
+            time.sleep(attempt * 5e-6)
+        self.rereads += 1
+        if sequence != self._read:
+            raise TransportError(f"ring out of step: found message {sequence} in the place of {self._read}")
+        raise TransportError(f"ring out of step: message {sequence} of {length} bytes does not fit its checksum")
+
+    def _joined(self, at: int, length: int) -> memoryview:
+        data, over = self._data, at + length - self._data_bytes
+        return data[at : at + length] if over <= 0 else memoryview(b"".join((data[at:], data[:over])))
+
+    def _take_piece(
+        self, kind: int, due_us: int, payload: memoryview, count: int, buffers: int, rest: int
+    ) -> Message | None:
+        """A record that is not a whole message without buffers; None: its message is not all there yet."""
+        if not buffers & GOES_ON:
+            self._partial = None
+            if not rest:
+                message = Message(self, kind, payload, count, due_us)
+                self._find_buffers(message, buffers, own=False)
+                return message
+            self._partial = bytearray(len(payload) + rest)
+            self._filled = 0
+        elif self._partial is None or self._filled + len(payload) + rest != len(self._partial):
+            raise TransportError("ring out of step: a piece of a message without the one before it")
+        partial = self._partial
+        partial[self._filled : self._filled + len(payload)] = payload
+        self._filled += len(payload)
+        payload.release()
+        self._advance(count)
+        if rest:
             return None
-        if self._current is not None:
-            raise TransportError("release a message before you take the next one")
-        fence()
-        at = self._place * self._slot_bytes
-        sequence, kind, length = _HEAD.unpack_from(self._data, at)
-        if sequence != read:
-            raise TransportError(f"ring out of step: found message {sequence} in the place of {read}")
-        end = at + HEAD_BYTES + length
-        if length + HEAD_BYTES <= self._slot_bytes:
-            message = Message(self, kind, self._data[at + HEAD_BYTES : end], 1)
-        else:
-            message = Message(self, kind, self._take_long(at, length), self.layout.slots_of(length))
-        self._current = message
+        self._partial = None
+        message = Message(self, kind, memoryview(partial).toreadonly(), 0, due_us)
+        self._find_buffers(message, buffers & ~GOES_ON, own=True)
         return message
 
-    def _take_long(self, at: int, length: int) -> memoryview:
-        data, size = self._data, self.layout.data_bytes
-        end = at + _HEAD.size + length
-        if end + _TAIL.size <= size:
-            payload, tail = data[at + _HEAD.size : end], data[end : end + _TAIL.size]
-        else:
-            over = end + _TAIL.size - size
-            joined = memoryview(b"".join((data[at + _HEAD.size :], data[:over])))
-            payload, tail = joined[:length], joined[length:]
-        if _TAIL.unpack(tail)[0] != self._read:
-            raise TransportError(f"ring out of step: message {self._read} has another's end")
-        return payload
+    def _find_buffers(self, message: Message, count: int, *, own: bool) -> None:
+        """Split the bytes of a message into data and buffers. ``own``: they are not the ring's, so need no copies."""
+        if not count:
+            return
+        whole = message.data
+        table_at = len(whole) - count * ENTRY.size
+        entries = list(ENTRY.iter_unpack(whole[table_at:]))
+        at = table_at - sum(length for _, length, block, _ in entries if block == INLINE)
+        message.data = whole[:at]
+        found: list[memoryview] = []
+        for offset, length, block, generation in entries:
+            if block != INLINE:
+                if self._arena is None:
+                    raise TransportError("a message with buffers in an arena, and this reader has none")
+                found.append(self._arena.take(offset, length, block, generation))
+                continue
+            view = whole[at : at + length]
+            found.append(view if own else memoryview(bytes(view)))
+            at += length
+        message.buffers = found
 
-    def _release(self, message: Message) -> None:
-        try:
-            message.data.release()
-        except BufferError:
-            raise TransportError(
-                "what was decoded from a message still refers to its place in the ring: copy it before the release"
-            ) from None
-        count, message._count = message._count, 0
-        self._current = None
+    def _advance(self, count: int) -> None:
+        """Free the slots of a record."""
         place = self._place + count
         self._place = place if place < self._slots else place - self._slots
-        self._read = read = (self._read + count) & _MASK
+        self._read = read = (self._read + count) & MASK
         words = self._words
-        fence()
+        order()
         words[self._word] = read
         fence()
-        if words[_WANTED] and self._on_wanted is not None:
+        if words[WANTED] and self._on_wanted is not None:
             self._on_wanted()
 
     def close(self) -> None:
-        """Let go of the buffer. A message that was not released keeps its view."""
+        """Let go of the buffers, the arena's too. A message that was not released keeps its views."""
         self._words.release()
         self._data.release()
+        if self._arena is not None:
+            self._arena.close()

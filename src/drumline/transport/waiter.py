@@ -6,36 +6,41 @@ and whoever changes any of it rings this waiter's doorbell afterwards. So one wa
 
 Death sources need no support of their own: ``check`` raises, and whoever learns of the death rings.
 
-The sleep is cut every 30 s to look again. This is a safety net that must never catch anything: ``lost_wakes`` counts
-the times it did, and tests hold it at 0. It is not free: after seconds of sleep caches are cold and one look costs 0.3
-to 1.6 ms of CPU, so every 5 s would be most of what an idle process may use (10 ms in 30 s).
+The sleep is cut every 5 s to look again. This is a safety net that must never catch anything: ``lost_wakes`` counts
+the times it did, and tests hold it at 0. It is not free: after seconds of sleep caches are cold, and one look costs
+some 0.3 ms of CPU; tests hold an idle process under 10 ms in 20 s.
 
-Signals: the kernel ends the sleep, Python runs the handler when the call returns, and the loop looks again. A signal
-that arrives in the instant between Python's last look and the system call is only handled at the next wake, at most
-30 s later; who cannot have that sets ``signal.set_wakeup_fd`` and lets the thread that watches it ring.
+Signals: the kernel ends the sleep, Python runs the handler when the call returns, and the loop looks again; what is
+left until the deadline is computed anew each time. A signal that arrives in the instant between Python's last look and
+the system call is only handled at the next wake, at most 5 s later; who cannot have that sets ``signal.set_wakeup_fd``
+and lets the thread that watches it ring.
 
-Spinning: before it sleeps, a waiter may watch the word for up to 50 us, but only if the machine has more than two cores
-for this process and if its last wait ended that quickly too. Steps of a model are milliseconds apart, and a spin that
-does not end in a message only takes time from those who compute.
+Watching: before it sleeps for good, a waiter may watch the word for a while when a message is due; :mod:`spin` decides,
+from what it has seen, from what the sender says (:meth:`Waiter.expect`), and from the number of cores and of processes
+that compute on them. After a watch in vain everything is looked at once more, since a signal handler may have run.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from drumline.errors import ChannelClosedError
+from drumline.platforms import host
 from drumline.transport.doorbell import DOORBELL_BYTES, OWNER_RINGER, Doorbell
-from drumline.transport.fence import fence
+from drumline.transport.fence import order
 from drumline.transport.memory import SharedMemory
+from drumline.transport.spin import SpinPredictor
 
-RECHECK_S = 30.0
+RECHECK_S = 5.0
 """Longest sleep in seconds before the conditions are looked at again."""
-SPIN_NS = 50_000
-"""Longest time in ns that a waiter watches the word before it sleeps, on machines with more than two cores."""
+UNKNOWN_COMPUTING = 2
+"""Processes that compute, where nobody has said how many: those at both ends."""
+_COMPUTING = 2  # word of the doorbell's line
 
 NEVER_S = 1e9
 """Timeouts from here on (32 years, or infinity) are no timeouts: clocks and system calls take no such times."""
@@ -69,20 +74,37 @@ class Waiter:
         self._memory = memory
         self._bell = Doorbell(memory, OWNER_RINGER)
         self._closed = False
-        self._spin_ns = SPIN_NS if len(os.sched_getaffinity(0)) > 2 else 0
-        self._quick = False
+        self._watching = threading.Lock()
+        crowd = self._bell.words[_COMPUTING] or UNKNOWN_COMPUTING
+        self.predictor = SpinPredictor(crowded=host.cores() <= crowd)
+        """Decides about watching. See :mod:`spin`."""
         self.lost_wakes = 0
-        """Times that looking again after 30 s without a ring found something: a missing ring somewhere. Must be 0."""
+        """Times that looking again after 5 s without a ring found something: a missing ring somewhere. Must be 0."""
 
     @classmethod
-    def create(cls, name: str = "waiter") -> Waiter:
-        """A waiter with new memory. Also used by an owner for its child, which then attaches."""
-        return cls(SharedMemory.create(DOORBELL_BYTES, f"drumline-{name}"))
+    def create(cls, name: str = "waiter", computing: int = 0) -> Waiter:
+        """A waiter with new memory. Also used by an owner for its child, which then attaches.
+
+        ``computing``: how many processes of this machine compute while others wait; 0: not known, taken as 2. With no
+        more cores than that, nobody watches for messages that are not just about to come.
+        """
+        waiter = cls(SharedMemory.create(DOORBELL_BYTES, f"drumline-{name}"))
+        waiter.share_cores(computing)
+        return waiter
 
     @classmethod
     def attach(cls, fd: int) -> Waiter:
         """The waiter that another process made for this one. The descriptor stays the caller's."""
         return cls(SharedMemory.attach(fd, DOORBELL_BYTES))
+
+    def share_cores(self, computing: int) -> None:
+        """Say how many processes of this machine compute. For this object, and for who attaches later."""
+        self._bell.words[_COMPUTING] = computing
+        self.predictor.crowded = host.cores() <= (computing or UNKNOWN_COMPUTING)
+
+    def expect(self, seconds: float) -> None:
+        """The sender says that the next message is due so many seconds from now. A hint: it may come at any time."""
+        self.predictor.expect(time.perf_counter_ns() + int(seconds * 1e9))
 
     @property
     def fd(self) -> int:
@@ -106,16 +128,24 @@ class Waiter:
     def wait(self, check: Callable[[], T | None], deadline: float | None = None) -> T | None:
         """The first result of ``check`` that is not None; None once ``deadline`` (``time.monotonic()``) has passed.
 
-        ``check`` runs at least once, without a lock, after every ring and about every 30 s. What it raises is raised
+        ``check`` runs at least once, without a lock, after every ring and at least every 5 s. What it raises is raised
         here. ChannelClosedError if the waiter is closed meanwhile.
         """
         bell = self._bell
+        words = bell.words
         overslept = False
+        start = 0
+        watch = True
         while True:
-            seen = bell.value()
-            fence()
+            try:
+                seen = words[0]
+            except ValueError:
+                raise ChannelClosedError("this waiter is closed") from None
+            order()
             result = check()
             if result is not None:
+                if start:
+                    self.predictor.arrived(start, time.perf_counter_ns())
                 if overslept and bell.value() == seen:
                     self.lost_wakes += 1
                 return result
@@ -126,21 +156,56 @@ class Waiter:
                 left = min(left, deadline - time.monotonic())
                 if left <= 0:
                     return None
+            if not start:
+                start = time.perf_counter_ns()
+            if watch:
+                watch = False
+                if self._watch(seen, start, left):
+                    continue
             overslept = self._sleep(seen, left)
 
     def _sleep(self, seen: int, left: float) -> bool:
-        """Sleep until the word is no longer ``seen``; True if the whole 30 s passed without a ring."""
+        """Sleep until the word is no longer ``seen``; True if the whole 5 s passed without a ring."""
         bell = self._bell
-        start = time.perf_counter_ns()
-        if self._quick:
-            until = start + self._spin_ns
-            while time.perf_counter_ns() < until:
-                if bell.value() != seen:
-                    return False
+        start = time.monotonic()
         bell.wait(seen, left)
-        slept_ns = time.perf_counter_ns() - start
-        self._quick = slept_ns < self._spin_ns * 2
-        return left == RECHECK_S and slept_ns >= RECHECK_S * 1e9 and bell.value() == seen
+        return left == RECHECK_S and time.monotonic() - start >= RECHECK_S and bell.value() == seen
+
+    def _watch(self, seen: int, start: int, left: float) -> bool:
+        """Watch the word if the predictor says so, perhaps after a nap. True: look again at everything."""
+        predictor = self.predictor
+        if not self._watching.acquire(blocking=False):
+            return False  # another thread does
+        try:
+            nap_until, watch_until = predictor.plan(start)
+            if not watch_until:
+                return False
+            if nap_until:
+                self._bell.wait(seen, min(left, (nap_until - start) / 1e9))
+                now = time.perf_counter_ns()
+                if self._bell.value() != seen or now < nap_until:
+                    return True
+                predictor.napped(nap_until, now)
+            begin = time.perf_counter_ns()
+            hit = self._look(seen, min(watch_until, start + int(left * 1e9)))
+            predictor.watched(time.perf_counter_ns() - begin, hit)
+            return True
+        finally:
+            self._watching.release()
+
+    def _look(self, seen: int, until: int) -> bool:
+        """Watch the word until then; whether it changed."""
+        words, give_away = self._bell.words, self.predictor.crowded
+        now = time.perf_counter_ns
+        try:
+            while words[0] == seen:
+                if now() > until:
+                    return False
+                if give_away:
+                    os.sched_yield()
+        except ValueError:
+            raise ChannelClosedError("this waiter was closed while waiting") from None
+        return True
 
     def close(self) -> None:
         """Wake all who wait here with ChannelClosedError and let go of the memory. Idempotent."""
