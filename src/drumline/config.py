@@ -267,6 +267,9 @@ class ProcessConfig:
     """Bytes of one slot of each answer ring."""
     mq_answer_slots: int = 32
     """Slots of each answer ring."""
+    mq_arena_bytes: int = 41943040
+    """Bytes of the arena for large buffers that go to all workers (numpy arrays and the like); 0: they go through the
+    broadcast ring."""
     start_timeout_s: float = 600.0
     """Longest time without any progress of any rank during the start, in seconds."""
     execute_timeout_s: float = 300.0
@@ -283,6 +286,7 @@ class ProcessConfig:
         _whole(self, ("threads_per_worker",), least=0)
         _whole(self, ("mq_slot_bytes", "mq_answer_slot_bytes"), least=64)
         _whole(self, ("mq_slots", "mq_answer_slots"), least=2)
+        _whole(self, ("mq_arena_bytes",), least=0)
         _positive(self, ("start_timeout_s", "execute_timeout_s", "failure_grace_s", "shutdown_timeout_s"))
         _one_of(self, "log_level", LOG_LEVELS)
 

@@ -119,7 +119,11 @@ def test_queue_sizes_are_those_of_the_segment() -> None:
     config = EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2), process=process)
     assert SegmentLayout.of(2, process).calls.total_bytes >> 20 == 16
     text = plan_text(config, devices=CPU)
-    assert "queues of each engine core: 17 MiB" in text
+    assert "queues of each engine core: 57 MiB" in text  # 16 for calls, 1 for answers, 40 for large buffers
+    small = ProcessConfig(mq_slots=16, mq_slot_bytes=1 << 20, mq_arena_bytes=0)
+    assert "queues of each engine core: 17 MiB" in plan_text(
+        EngineConfig(parallel=ParallelConfig(tensor_parallel_size=2), process=small), devices=CPU
+    )
     assert "engine core to 2 readers" in text
     assert "queues: none" in plan_text(EngineConfig(), devices=CPU)
 

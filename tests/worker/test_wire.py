@@ -107,7 +107,7 @@ def test_what_cannot_be_pickled_is_the_callers_error() -> None:
 
 def test_eight_workers_fit_in_64_megabytes() -> None:
     layout = SegmentLayout.of(8, ProcessConfig())
-    assert layout.total_bytes < 64 * 2**20
+    assert layout.shared_bytes < 64_000_000
     assert layout.calls.largest_message > 4_000_000
 
 

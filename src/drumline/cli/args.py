@@ -188,6 +188,7 @@ GROUPS: dict[str, list[Flag]] = {
         _flag("--mq-slot-bytes", "process.mq_slot_bytes", "size of one (64KiB)", size, metavar="N"),
         _flag("--mq-answer-slots", "process.mq_answer_slots", "slots of each ring for answers", count, metavar="N"),
         _flag("--mq-answer-slot-bytes", "process.mq_answer_slot_bytes", "size of one (16KiB)", size, metavar="N"),
+        _flag("--mq-arena-bytes", "process.mq_arena_bytes", "large buffers of calls (40MiB)", size, metavar="N"),
         _flag("--start-timeout", "process.start_timeout_s", "longest start without progress", float, metavar="S"),
         _flag("--execute-model-timeout", "process.execute_timeout_s", "longest step", float, metavar="S"),
         _flag("--failure-grace", "process.failure_grace_s", "for all ranks to end a failed call", float, metavar="S"),

@@ -236,13 +236,21 @@ def _queues(config: EngineConfig, backend: object) -> str:
             _bytes(local * layout.answers.total_bytes),
             f"one from each worker, messages up to {_bytes(layout.answers.largest_message)}",
         ),
+        (
+            "arena",
+            "1" if layout.arena else "0",
+            "",
+            "",
+            _bytes(layout.arena.total_bytes if layout.arena else 0),
+            "large buffers of calls, read where they lie",
+        ),
         ("doorbells", str(local + 1), "", "", _bytes(bells), "one for each that waits"),
     ]
     stages = config.parallel.pipeline_parallel_size
     if stages > 1:
         text = "beside these: from each worker to the next stage, and from the last back to the first"
         table.append(("stages", str(local), "", "", _bytes(local * MAIL_BYTES), text))
-    total = layout.total_bytes + bells
+    total = layout.shared_bytes + bells
     return f"queues of each engine core: {_bytes(total)} of shared memory, taken as it is touched\n" + _table(table)
 
 

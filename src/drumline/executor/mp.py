@@ -47,7 +47,17 @@ from drumline.processes import (
     fold,
     starting_worker_name,
 )
-from drumline.transport import Part, QueueWriter, RingReader, RingWriter, SharedMemory, Waiter, deadline_after
+from drumline.transport import (
+    ArenaWriter,
+    Part,
+    QueueWriter,
+    RingReader,
+    RingWriter,
+    SharedMemory,
+    Waiter,
+    create_arena,
+    deadline_after,
+)
 from drumline.worker.main import WorkerTask
 from drumline.worker.segment import SegmentLayout
 from drumline.worker.wire import (
@@ -105,7 +115,10 @@ class MultiprocExecutor(Executor):
         layout = SegmentLayout.of(self.world_size, self.process)
         self._segment = SharedMemory.create(layout.total_bytes, "drumline-executor")
         self._worker_waiters: list[Waiter] = []
+        self._arena = None
         self._cleanup.callback(self._close_channels)
+        if layout.arena is not None:
+            self._arena = create_arena("executor-arena", layout.arena.data_bytes, self.world_size)
         buf = self._segment.buf
         layout.init(buf)
         self._progress = layout.progress_of(buf)
@@ -117,9 +130,13 @@ class MultiprocExecutor(Executor):
             settle=self._table.settle,
             give_up=self._on_grace_over,
         )
-        self._worker_waiters += [Waiter.create(f"worker-{rank}") for rank in self._all_ranks]
+        computing = 1 + self.parallel.local_devices
+        self.waiter.share_cores(computing)
+        self._worker_waiters += [Waiter.create(f"worker-{rank}", computing) for rank in self._all_ranks]
         self._bells = bells = [waiter.ringer(1) for waiter in self._worker_waiters]
-        self._calls = QueueWriter(RingWriter(layout.calls_of(buf)), bells)
+        names = [f"worker {rank}" for rank in self._all_ranks]
+        arena = ArenaWriter(self._arena, names) if self._arena is not None else None
+        self._calls = QueueWriter(RingWriter(layout.calls_of(buf), arena=arena), bells)
         self._answers = [RingReader(layout.answers_of(buf, rank), 0, bells[rank].ring) for rank in self._all_ranks]
 
     def _spawn_all(self, forkserver: ForkServer) -> None:
@@ -131,6 +148,7 @@ class MultiprocExecutor(Executor):
             self.process.threads_per_worker, self.parallel.local_devices, os.environ
         )
         rendezvous = create_rendezvous(self.world_size)
+        arena_fds = (self._arena.fd,) if self._arena is not None else ()
         try:
             for rank in self._all_ranks:
                 local_rank = local_rank_of(self.parallel, rank)
@@ -144,7 +162,13 @@ class MultiprocExecutor(Executor):
                     env=environment,
                     threads=threads,
                     cpus=self._cpus_of(local_rank, threads),
-                    fds=(self._segment.fd, self.waiter.fd, self._worker_waiters[rank].fd, *rendezvous.fds),
+                    fds=(
+                        self._segment.fd,
+                        self.waiter.fd,
+                        self._worker_waiters[rank].fd,
+                        *arena_fds,
+                        *rendezvous.fds,
+                    ),
                 )
                 member = forkserver.spawn(spec)
                 self._members.append(member)
@@ -303,6 +327,8 @@ class MultiprocExecutor(Executor):
             for waiter in self._worker_waiters:
                 waiter.close()
             self._segment.close()
+            if self._arena is not None:
+                self._arena.close()
 
 
 def preload_of(process: ProcessConfig) -> tuple[str, ...]:

@@ -39,8 +39,54 @@ PATIENCE_S = 0.05
 """How long a large message waits for room in the arena before it goes through the ring."""
 
 
-def _nothing() -> None:
-    pass
+class Sending:
+    """A message of any size on its way, for who has other things to wait for as well. Call :meth:`go_on` until True.
+
+    The buffers and parts must not change until then. :meth:`close` in any case; what did not come to its end is dropped
+    by the readers.
+    """
+
+    def __init__(
+        self,
+        ring: RingWriter,
+        bells: Sequence[Doorbell],
+        parts: Sequence[Part],
+        kind: int,
+        buffers: Sequence[Part],
+        due_us: int,
+    ) -> None:
+        self._ring = ring
+        self._bells = bells
+        self._message = (parts, kind, buffers, due_us)
+        self._pieces: Pieces | None = None
+
+    @property
+    def begun(self) -> bool:
+        """It does not wait for the arena any more."""
+        return self._pieces is not None
+
+    def without_arena(self) -> None:
+        """Wait no longer for the arena: what has no room there now goes through the ring."""
+        if self._pieces is None:
+            self._pieces = self._ring.start(*self._message)
+
+    def go_on(self) -> bool:
+        """Send what there is room for now. True: all is sent. False: this writer's waiter will be rung."""
+        pieces = self._pieces
+        if pieces is None:
+            pieces = self._pieces = self._ring.start_with_arena(*self._message)
+            if pieces is None:
+                return False
+        while pieces.rest:
+            if not pieces.advance():
+                return False
+            ring_all(self._bells)
+        return True
+
+    def close(self) -> None:
+        """It will not be finished, or is. Idempotent."""
+        if self._pieces is not None:
+            self._pieces.close()
 
 
 class QueueWriter:
@@ -93,7 +139,7 @@ class QueueWriter:
             if size > self._largest:
                 raise MessageTooLargeError(f"a message of {size} bytes, and the limit is {self._largest}")
             if size > self._ring.layout.largest_message // 4:
-                self._enqueue_long(parts, waiter, deadline, alive or _nothing, kind, buffers, due_us)
+                self._enqueue_long(self.start(parts, kind, buffers, due_us), waiter, deadline, alive)
                 return
         if self.try_write(parts, kind, buffers, due_us):
             return
@@ -107,39 +153,31 @@ class QueueWriter:
             raise self._no_room()
 
     def _enqueue_long(
-        self,
-        parts: Sequence[Part],
-        waiter: Waiter,
-        deadline: float | None,
-        alive: Callable[[], None],
-        kind: int,
-        buffers: Sequence[Part],
-        due_us: int,
+        self, sending: Sending, waiter: Waiter, deadline: float | None, alive: Callable[[], None] | None
     ) -> None:
-        """As :meth:`enqueue`, for a message that may have to wait for the arena, and may go in pieces."""
-
-        def start() -> Pieces | None:
-            alive()
-            return self._ring.start_with_arena(parts, kind, buffers, due_us)
+        def go_on() -> bool | None:
+            if alive is not None:
+                alive()
+            return sending.go_on() or None
 
         patience = time.monotonic() + self._patience_s
-        pieces = waiter.wait(start, patience if deadline is None else min(deadline, patience))
-        self._patience_s = PATIENCE_S if pieces is not None else self._patience_s / 2
-        pieces = pieces or self._ring.start(parts, kind, buffers, due_us)
-
-        def go_on() -> bool | None:
-            alive()
-            while pieces.advance():
-                ring_all(self._bells)
-                if not pieces.rest:
-                    return True
-            return None
-
+        done = waiter.wait(
+            lambda: go_on() or sending.begun or None, patience if deadline is None else min(deadline, patience)
+        )
         try:
+            if done is None:
+                self._patience_s /= 2
+                sending.without_arena()
+            elif self._patience_s < PATIENCE_S:
+                self._patience_s = PATIENCE_S
             if waiter.wait(go_on, deadline) is None:
                 raise self._no_room()
         finally:
-            pieces.close()
+            sending.close()
+
+    def start(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due_us: int = 0) -> Sending:
+        """Begin to send a message of any size without waiting, see :class:`Sending`. One at a time, none between."""
+        return Sending(self._ring, self._bells, parts, kind, buffers, due_us)
 
     def _no_room(self) -> RPCTimeoutError:
         backlog = self.backlog()

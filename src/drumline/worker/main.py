@@ -22,7 +22,7 @@ from drumline.parallel.layout import Layout
 from drumline.parallel.rendezvous import init_method_for
 from drumline.processes.child import ChildContext
 from drumline.processes.reports import make_report
-from drumline.transport import Doorbell, QueueWriter, RingReader, RingWriter, SharedMemory, Waiter
+from drumline.transport import ArenaReader, Doorbell, QueueWriter, RingReader, RingWriter, SharedMemory, Waiter
 from drumline.worker.loop import Channels, WorkerLoop, WorkerStop
 from drumline.worker.protocol import WorkerContext
 from drumline.worker.segment import SegmentLayout
@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerTask:
-    """What a worker process is told. Its descriptors: segment, executor's doorbell, own doorbell, rendezvous."""
+    """What a worker process is told. Its descriptors: segment, executor's doorbell, own doorbell, arena if there is
+    one, rendezvous."""
 
     config: EngineConfig
     rank: int
@@ -61,20 +62,21 @@ class WorkerProcess:
         child.on_stop(self._channels.waiter.ring)
 
     def _attach(self, fds: tuple[int, ...]) -> tuple[Channels, tuple[int, ...]]:
-        segment_fd, executor_bell_fd, own_bell_fd, *rendezvous = fds
+        segment_fd, executor_bell_fd, own_bell_fd, *rest = fds
         rank, world_size = self._task.rank, self._parallel.world_size
         layout = SegmentLayout.of(world_size, self._task.config.process)
         buf = SharedMemory.attach(segment_fd).buf
         executor_bell = Doorbell.attach(executor_bell_fd, 1 + rank)
+        arena = ArenaReader(rest.pop(0), rank, executor_bell.ring) if layout.arena is not None else None
         hint = "--mq-answer-slots or --mq-answer-slot-bytes"
         channels = Channels(
-            calls=RingReader(layout.calls_of(buf), rank, executor_bell.ring),
+            calls=RingReader(layout.calls_of(buf), rank, executor_bell.ring, arena),
             answers=QueueWriter(RingWriter(layout.answers_of(buf, rank), hint), (executor_bell,)),
             progress=layout.progress_of(buf),
             waiter=Waiter.attach(own_bell_fd),
             codec=make_codec(),
         )
-        return channels, tuple(rendezvous)
+        return channels, tuple(rest)
 
     def run(self) -> None:
         """The whole life of the process."""

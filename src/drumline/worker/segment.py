@@ -11,7 +11,9 @@ A progress line has two 64-bit words: the id of the last call that the rank has 
 failures it has sent over its control connection. The executor reads them only after a failure, to find out whether all
 ranks have ended the call that failed and whether it has heard of all failures.
 
-The doorbells lie in memory of their own, 64 bytes each (the executor's may be shared with other things it waits for).
+Large buffers of calls have an arena of their own (:mod:`drumline.transport.arena`), since readers map it read-only and
+views of it may outlive the rest. The doorbells lie in memory of their own, 64 bytes each (the executor's may be shared
+with other things it waits for).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from drumline.config import ProcessConfig
+from drumline.transport.arena import ArenaLayout
 from drumline.transport.fence import fence
 from drumline.transport.ring import LINE, RingLayout
 
@@ -34,6 +37,8 @@ class SegmentLayout:
     """The broadcast ring."""
     answers: RingLayout
     """Each of the answer rings."""
+    arena: ArenaLayout | None = None
+    """The arena for large buffers of calls, which is not a part of the segment."""
 
     @classmethod
     def of(cls, world_size: int, process: ProcessConfig) -> SegmentLayout:
@@ -42,6 +47,7 @@ class SegmentLayout:
             world_size,
             RingLayout(process.mq_slot_bytes, process.mq_slots, world_size),
             RingLayout(process.mq_answer_slot_bytes, process.mq_answer_slots, 1),
+            ArenaLayout(process.mq_arena_bytes, world_size) if process.mq_arena_bytes else None,
         )
 
     @property
@@ -53,6 +59,11 @@ class SegmentLayout:
     def total_bytes(self) -> int:
         """Bytes of the whole segment. Memory is taken as it is touched, and never more than this."""
         return self.progress_bytes + self.calls.total_bytes + self.world_size * self.answers.total_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of segment and arena together."""
+        return self.total_bytes + (self.arena.total_bytes if self.arena is not None else 0)
 
     def init(self, buf: memoryview) -> None:
         """Write the control lines of all rings. Done once, before anybody attaches."""
