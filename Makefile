@@ -28,7 +28,7 @@ help:
 	@echo 'make check    ruff, mypy and the import rules'
 	@echo 'make matrix   token equality, every model shape x TP x option (long)'
 	@echo 'make chaos    every process killed in every phase of its life (minutes)'
-	@echo 'make soak     50,000 random requests with aborts; memory, descriptors, threads stay flat (minutes)'
+	@echo 'make soak     50,000 random requests with aborts, 100,000 messages between processes; all stays flat (minutes)'
 	@echo 'make fuzz     2,000 requests made of the description of the server (minutes)'
 	@echo 'make bench    benchmarks (see bench/README.md)'
 	@echo 'make wheel    build dist/*.whl'
@@ -75,7 +75,7 @@ chaos: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
 
 soak: dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak -m soak $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak tests/transport -m soak $(PYTEST_ARGS)
 
 fuzz: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/server/test_fuzz.py -m fuzz $(PYTEST_ARGS)

@@ -2,7 +2,7 @@
 
 From below: :mod:`futex`, :mod:`fence`, :mod:`memory` (memfd), :mod:`doorbell`, :mod:`spin` (pure), :mod:`waiter`,
 :mod:`arena` (large buffers), :mod:`records` and :mod:`ring` (no waiting), :mod:`broadcast` (ring, arena and doorbells),
-:mod:`codec` (objects to bytes), :mod:`frames` (messages over a socketpair).
+:mod:`deaths` (peers that are gone), :mod:`codec` (objects to bytes), :mod:`frames` (messages over a socketpair).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from drumline.transport.arena import ArenaLayout, ArenaReader, ArenaWriter
 from drumline.transport.broadcast import BroadcastQueue, QueueWriter, create_arena
 from drumline.transport.codec import CodecRegistry
+from drumline.transport.deaths import DeathWatch
 from drumline.transport.doorbell import DOORBELL_BYTES, OWNER_RINGER, Doorbell
 from drumline.transport.memory import SharedMemory, memfd
 from drumline.transport.ring import Message, Part, RingLayout, RingReader, RingWriter, ring_bytes
@@ -23,6 +24,7 @@ __all__ = [
     "OWNER_RINGER",
     "BroadcastQueue",
     "CodecRegistry",
+    "DeathWatch",
     "Doorbell",
     "Message",
     "Part",

@@ -77,7 +77,7 @@ class Sending:
             pieces = self._pieces = self._ring.start_with_arena(*self._message)
             if pieces is None:
                 return False
-        while pieces.rest:
+        while not pieces.done:
             if not pieces.advance():
                 return False
             ring_all(self._bells)

@@ -26,6 +26,10 @@ SUMMED = 8
 """Where the checksummed part of a record begins: after sequence number and checksum."""
 GOES_ON = 1 << 31
 """In ``buffers``: this record goes on with the message of the one before."""
+CHUNK = 1 << 30
+"""In ``buffers``: the bytes of this record lie in a block of the arena, and the record has an entry that says which."""
+COUNT = CHUNK - 1
+"""In ``buffers``: how many."""
 ENTRY = struct.Struct("=QQII")
 """Of the table of buffers: offset in the arena, length, block, generation."""
 INLINE = MASK

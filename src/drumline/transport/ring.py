@@ -16,7 +16,8 @@ first: a reader gets such a record as a joined copy, every other one as a view o
     kind       the receiver's
     due        microseconds from now in which the sender means to send the next message; 0: it does not say
     length     of the bytes in this record
-    buffers    how many buffers the message has; the highest bit: this record goes on with the message of the one before
+    buffers    how many buffers the message has; the highest bit: this record goes on with the message of the one
+               before; the next: it does not have its bytes, but says in which block of the arena they are
     rest       bytes of the message that come in later records
 
 The bytes of a message with buffers: its parts, then those buffers that are not in the arena, then a table that says for
@@ -37,6 +38,9 @@ cost two context switches a message. So a writer that finds no room sets ``wante
 stores ``read``, fence, looks at ``wanted``. With the fences at least one of them sees the other. Whoever owns the
 writer's doorbell rings it if :meth:`Message.release` says so (``on_wanted``).
 
+Pieces of 64 KiB and more lie in blocks of the arena if it has room: such bytes are not summed, and copied in larger
+steps. A reader copies them out at once, so the blocks are soon free again.
+
 A message in pieces of which no end comes (its sender gave up at its deadline) is dropped by the reader when the next
 one begins. The pieces are as large as what is free at that moment, half the ring at most, so that reader and writer
 work at the same time and a message of any size costs about what its bytes cost.
@@ -48,6 +52,7 @@ slot of a long record: every reader would have to join what it now gets as a vie
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Sequence
 from zlib import crc32
@@ -56,6 +61,8 @@ from drumline.errors import MessageTooLargeError, TransportError
 from drumline.transport.arena import LEAST_BYTES, ArenaReader, ArenaWriter, Block
 from drumline.transport.fence import fence, order
 from drumline.transport.records import (
+    CHUNK,
+    COUNT,
     ENTRY,
     GOES_ON,
     HEAD,
@@ -78,6 +85,21 @@ from drumline.transport.records import (
 __all__ = ["HEAD_BYTES", "LINE", "Message", "Part", "Pieces", "RingLayout", "RingReader", "RingWriter", "ring_bytes"]
 
 _REREADS = 40
+_CHUNK_LEAST = 65536
+_LARGE = 1 << 20
+
+
+def _landing(size: int) -> memoryview:
+    """Memory of this process for a message that comes in pieces."""
+    if size < _LARGE:
+        return memoryview(bytearray(size))
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)  # a page fault for each 4 KiB costs more than the copy
+        except OSError:  # a kernel without
+            pass
+    return memoryview(memory)
 
 
 class Outgoing:
@@ -328,12 +350,17 @@ class Pieces:
         ring.fill(message)
         self._views = [view for part in message.parts if len(view := flat(part))]
         self._kind, self._due_us, self._buffers = kind, due_us, message.count
-        self._done = False
+        self.done = False
+        """All of it is in the ring, or it was closed."""
         self.rest = message.length
         """Bytes that are not in the ring yet."""
 
     def advance(self) -> bool:
         """Write one more piece if there is room for a reasonable one. False: none was written, a reader will ring."""
+        if len(self._views) and len(self._views[0]) >= _CHUNK_LEAST and self._ring.arena is not None:
+            sent = self._advance_chunk(self._ring.arena)
+            if sent is not None:
+                return sent
         ring = self._ring
         slots = ring.layout.slots
         needed = ring.layout.slots_of(self.rest)
@@ -341,13 +368,33 @@ class Pieces:
             return False
         count = min(needed, ring._free, max(1, slots // 2))
         length = min(self.rest, count * ring.layout.slot_bytes - HEAD_BYTES, MASK)
-        self.rest -= length
-        ring._put(self._cut(length), length, count, self._kind, self._due_us, self._buffers, self.rest)
+        self._put(self._cut(length), length, length, self._buffers)
+        return True
+
+    def _advance_chunk(self, arena: ArenaWriter) -> bool | None:
+        """Write a piece into a block. None: the arena has no room for one."""
+        ring = self._ring
+        if not ring.has_room(ring.layout.slots_of(ENTRY.size)):
+            return False
+        size = min(len(self._views[0]), max(_CHUNK_LEAST, arena.layout.data_bytes // 8))
+        block = arena.allocate(size)
+        if block is None:
+            return None
+        arena.fill(block, self._cut(size)[0])
+        entry = ENTRY.pack(block.offset, size, block.index, block.generation)
+        self._put([entry], len(entry), size, self._buffers | CHUNK)
+        arena.sent(block, ring._written)
+        return True
+
+    def _put(self, parts: Sequence[Part], length: int, carried: int, buffers: int) -> None:
+        """One record of ``length`` bytes that stands for ``carried`` bytes of the message."""
+        ring = self._ring
+        self.rest -= carried
+        ring._put(parts, length, ring.layout.slots_of(length), self._kind, self._due_us, buffers, self.rest)
         self._buffers |= GOES_ON
         if not self.rest:
-            self._done = True
+            self.done = True
             ring.sent(self._message)
-        return True
 
     def _cut(self, length: int) -> list[memoryview]:
         """The next bytes."""
@@ -365,8 +412,8 @@ class Pieces:
 
     def close(self) -> None:
         """No more of it will be written. If that was not its end, its blocks of the arena are free again."""
-        if not self._done:
-            self._done = True
+        if not self.done:
+            self.done = True
             self._ring.cancel(self._message)
 
 
@@ -447,7 +494,7 @@ class RingReader:
             raise TransportError(f"this ring has had a reader {index} before")
         self._place = 0
         self._current: Message | None = None
-        self._partial: bytearray | None = None
+        self._partial: memoryview | None = None
         self._filled = 0
         self.rereads = 0
         """Times that a record was not right at first look. Must be 0."""
@@ -510,24 +557,27 @@ class RingReader:
         """A record that is not a whole message without buffers; None: its message is not all there yet."""
         if not buffers & GOES_ON:
             self._partial = None
-            if not rest:
+            if not rest and not buffers & CHUNK:
                 message = Message(self, kind, payload, count, due_us)
                 self._find_buffers(message, buffers, own=False)
                 return message
-            self._partial = bytearray(len(payload) + rest)
+        piece = self._chunk(payload) if buffers & CHUNK else payload
+        if not buffers & GOES_ON:
+            self._partial = _landing(len(piece) + rest)
             self._filled = 0
-        elif self._partial is None or self._filled + len(payload) + rest != len(self._partial):
+        if self._partial is None or self._filled + len(piece) + rest != len(self._partial):
             raise TransportError("ring out of step: a piece of a message without the one before it")
         partial = self._partial
-        partial[self._filled : self._filled + len(payload)] = payload
-        self._filled += len(payload)
+        partial[self._filled : self._filled + len(piece)] = piece
+        self._filled += len(piece)
+        del piece
         payload.release()
         self._advance(count)
         if rest:
             return None
         self._partial = None
-        message = Message(self, kind, memoryview(partial).toreadonly(), 0, due_us)
-        self._find_buffers(message, buffers & ~GOES_ON, own=True)
+        message = Message(self, kind, partial.toreadonly(), 0, due_us)
+        self._find_buffers(message, buffers & COUNT, own=True)
         return message
 
     def _find_buffers(self, message: Message, count: int, *, own: bool) -> None:
@@ -542,14 +592,21 @@ class RingReader:
         found: list[memoryview] = []
         for offset, length, block, generation in entries:
             if block != INLINE:
-                if self._arena is None:
-                    raise TransportError("a message with buffers in an arena, and this reader has none")
-                found.append(self._arena.take(offset, length, block, generation))
+                found.append(self._take_block(offset, length, block, generation))
                 continue
             view = whole[at : at + length]
             found.append(view if own else memoryview(bytes(view)))
             at += length
         message.buffers = found
+
+    def _chunk(self, payload: memoryview) -> memoryview:
+        """Bytes of a record that lie in the arena."""
+        return self._take_block(*ENTRY.unpack(payload))
+
+    def _take_block(self, offset: int, length: int, block: int, generation: int) -> memoryview:
+        if self._arena is None:
+            raise TransportError("a message with buffers in an arena, and this reader has none")
+        return self._arena.take(offset, length, block, generation)
 
     def _advance(self, count: int) -> None:
         """Free the slots of a record."""
