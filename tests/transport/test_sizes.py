@@ -351,7 +351,7 @@ def _echo(q: Queue, up: Queue, index: int) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_no_size_costs_out_of_proportion(n: int) -> None:
     """Round trips of growing buffers, geometry of an executor: from one size to the next no step larger than twice the
-    ratio of the sizes, nor a cliff past the arena. Least of several, since the machine does other things too."""
+    ratio of the sizes where the way changes, and no cliff past the arena. Least of several, since the machine does other things too."""
     sizes = [
         1024,
         4096,
@@ -390,7 +390,8 @@ def test_no_size_costs_out_of_proportion(n: int) -> None:
         answers.close()
     floor = 300.0  # below this many us it is the wake-ups that are measured
     for (small, before), (large, after) in itertools.pairwise(zip(sizes, costs, strict=True)):
-        # past the arena everything is copied twice, the second time into fresh memory
-        most = 12 if large > 40 * MIB else 2
+        # Sizes on both sides of a boundary lie close together. Between others lie the caches of the machine; past the
+        # arena everything is copied twice, the second time into fresh memory.
+        most = 12 if large > 40 * MIB else 2 if large < 1.4 * small else 5
         limit = most * max(before, floor) * max(large / small, 1.0)
         assert after <= limit, f"{small} bytes cost {before:.0f} us, {large} bytes {after:.0f} us: {costs}"
