@@ -291,6 +291,25 @@ def test_a_handler_that_only_notes_is_enough_and_one_that_raises_ends_the_wait()
     waiter.close()
 
 
+def test_deadlines_hold_under_signals_all_the_time() -> None:
+    """What is left is computed anew after each EINTR: neither longer nor shorter, and every handler runs."""
+    waiter = Waiter.create()
+    noted: list[int] = []
+    previous = signal.signal(signal.SIGALRM, lambda number, _frame: noted.append(number))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+        begin = time.monotonic()
+        assert waiter.wait(lambda: None, begin + 0.4) is None
+        took = time.monotonic() - begin
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert 0.4 <= took < 1
+    assert len(noted) > 50
+    waiter.close()
+
+
 def test_many_signals_lose_nothing() -> None:
     """A timer interrupts the waits all the time while a child rings."""
     waiter, other = Waiter.create("parent"), Waiter.create("child")
@@ -550,6 +569,39 @@ def test_an_idle_waiter_costs_nothing() -> None:
         before = process.cpu_seconds()
         time.sleep(1.0)
         assert process.cpu_seconds() - before == 0
+    waiter.close()
+
+
+@pytest.mark.soak
+def test_twenty_idle_seconds_cost_ten_milliseconds_at_most() -> None:
+    """After a burst of messages 10 ms apart, which is what makes a waiter watch: four safety looks, nothing else."""
+    waiter = Waiter.create()
+    read_end, write_end = os.pipe()
+
+    def child() -> None:
+        me = Waiter.attach(waiter.fd)
+        for _ in range(50):
+            seen = me._bell.value()
+            assert me.wait(lambda seen=seen: me._bell.value() != seen or None, soon())
+        before = time.process_time()
+        assert me.wait(lambda: None, time.monotonic() + 20) is None
+        os.write(write_end, str(time.process_time() - before).encode())
+        assert me.lost_wakes == 0
+
+    bell = waiter.ringer(1)
+    with children() as start:
+        process = start(child)
+        process.asleep(soon())
+        for _ in range(50):
+            bell.ring()
+            time.sleep(0.01)
+        assert process.join(40) == 0
+    cost = float(os.read(read_end, 100))
+    print(f"20 s idle: {cost * 1000:.2f} ms of CPU")
+    assert cost < 0.010
+    os.close(read_end)
+    os.close(write_end)
+    bell.close()
     waiter.close()
 
 

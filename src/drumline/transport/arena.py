@@ -337,6 +337,8 @@ class ArenaReader:
         self._ledger = _Ledger(self._words, layout.freed_at(index), on_wanted)
         self._data: mmap.mmap | None = map_readonly(fd, layout.control_bytes, layout.data_bytes)
         self._flag = _FLAGS + index
+        self.rereads = 0
+        """Times that a block was not there at first look. Must be 0."""
 
     def take(self, offset: int, length: int, index: int, generation: int) -> memoryview:
         """A read-only view (bytes) of a block that a message names. The block is freed when the last view is collected.
@@ -364,6 +366,7 @@ class ArenaReader:
         for attempt in range(_REREADS):
             if self._words[at] == generation:
                 order()
+                self.rereads += attempt > 0
                 return
             fence()
             time.sleep(attempt * 5e-6)

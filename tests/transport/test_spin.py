@@ -1,0 +1,173 @@
+"""The predictor without a clock: made-up arrivals go in, and what it watches and hits comes out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drumline.transport.spin import FLOOR_NS, LONGEST_GAP_NS, SAVINGS_NS, SHARE, SHORT_NS, SpinPredictor
+
+US, MS, S = 1_000, 1_000_000, 1_000_000_000
+WAKE = 60 * US
+"""How long a sleep takes to end here."""
+
+
+@dataclass
+class Result:
+    waits: int
+    hits: int
+    """Arrivals that were watched for when they came."""
+    watched: int
+    """ns"""
+    time: int
+    """ns"""
+
+
+def play(
+    predictor: SpinPredictor, gaps: Iterable[int], busy: int = 0, hints: int | None = None, start: int = 10 * S
+) -> Result:
+    """A reader that is busy for so long after each message, and messages with these gaps between them.
+
+    ``hints``: each message says when the next one comes, wrong by up to so many ns.
+    """
+    rng = random.Random(3)
+    arrival = seen = start
+    waits = hits = watched = 0
+    for gap in gaps:
+        arrival += gap
+        begin = seen + busy
+        if arrival <= begin:
+            seen = begin  # it is there already: no wait
+            continue
+        waits += 1
+        if hints is not None:
+            predictor.expect(arrival + rng.randint(-hints, hints))
+        nap_until, watch_until = predictor.plan(begin)
+        now, seen = begin, 0
+        if watch_until:
+            assert nap_until < watch_until
+            assert nap_until == 0 or nap_until > begin
+            if nap_until:
+                now = nap_until + WAKE
+                if arrival < now:
+                    seen = max(now if arrival > nap_until else arrival + WAKE, arrival)
+                else:
+                    predictor.napped(nap_until, now)
+            if not seen:
+                hit = arrival <= max(watch_until, now)
+                spent = max(0, (arrival if hit else watch_until) - now)
+                predictor.watched(spent, hit)
+                watched += spent
+                hits += hit
+                seen = arrival if hit else 0
+        if not seen:
+            seen = arrival + WAKE
+        predictor.arrived(begin, seen)
+    return Result(waits, hits, watched, arrival - start)
+
+
+def steady(gap: int, count: int, jitter: int, seed: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [max(1, gap + rng.randint(-jitter, jitter)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("busy", [0, 3 * MS])
+@pytest.mark.parametrize(("gap", "jitter"), [(5 * MS, 20 * US), (10 * MS, 30 * US), (50 * MS, 100 * US)])
+def test_steady_steps_are_met(gap: int, jitter: int, busy: int) -> None:
+    result = play(SpinPredictor(), steady(gap, 500, jitter), busy)
+    assert result.hits > 0.6 * result.waits
+    assert result.watched < 0.013 * result.time
+
+
+@pytest.mark.parametrize("gap", [3 * US, 20 * US, 70 * US])
+def test_back_to_back_is_watched_for(gap: int) -> None:
+    result = play(SpinPredictor(), steady(gap, 500, gap // 4))
+    assert result.hits > 0.9 * result.waits
+
+
+@given(
+    gap=st.integers(8 * MS, 60 * MS),
+    jitter=st.floats(0, 1),
+    busy=st.floats(0, 0.9),
+    hints=st.one_of(st.none(), st.integers(0, 5 * MS)),
+    crowded=st.booleans(),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=150, deadline=None)
+def test_never_more_than_two_percent_of_a_core_at_slow_steps(
+    gap: int, jitter: float, busy: float, hints: int | None, crowded: bool, seed: int
+) -> None:
+    gaps = steady(gap, 300, int(gap * jitter), seed)
+    predictor = SpinPredictor(crowded)
+    result = play(predictor, gaps, int(gap * busy), hints)
+    assert result.watched <= 0.02 * result.time + SAVINGS_NS
+    assert predictor.watched_ns == result.watched
+
+
+@given(gaps=st.lists(st.integers(1, 200 * MS), min_size=1, max_size=200), crowded=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_the_budget_holds_for_any_arrivals(gaps: list[int], crowded: bool) -> None:
+    result = play(SpinPredictor(crowded), gaps)
+    earned = sum(max(SHARE * min(gap + WAKE, LONGEST_GAP_NS), min(gap + WAKE, FLOOR_NS)) for gap in gaps)
+    assert result.watched <= earned + SHORT_NS * 2
+
+
+@given(before=st.lists(st.integers(1, 50 * MS), max_size=100), crowded=st.booleans(), idle=st.integers(S, 10_000 * S))
+@settings(max_examples=100, deadline=None)
+def test_idle_is_one_watch_at_most_and_forgotten_afterwards(before: list[int], crowded: bool, idle: int) -> None:
+    """However long nothing comes: one plan, what it says is short, and the pace before is known after it."""
+    predictor = SpinPredictor(crowded)
+    play(predictor, before)
+    begin = 10 * S + sum(before) + 10 * MS
+    nap_until, watch_until = predictor.plan(begin)
+    assert watch_until - max(begin, nap_until) < 2 * MS or not watch_until
+    assert watch_until < begin + LONGEST_GAP_NS + 2 * MS
+    pace = predictor._gap.mean
+    predictor.arrived(begin, begin + idle)
+    assert predictor._gap.mean == pace or predictor._gap._paused is False
+
+
+def test_a_pause_does_not_spoil_the_pace() -> None:
+    predictor = SpinPredictor()
+    play(predictor, steady(10 * MS, 100, 20 * US))
+    result = play(predictor, [60 * S, *steady(10 * MS, 50, 20 * US)], start=10 * S + 100 * 10 * MS)
+    assert result.hits > 25
+
+
+def test_a_new_pace_is_learnt() -> None:
+    predictor = SpinPredictor()
+    play(predictor, steady(5 * MS, 100, 10 * US))
+    result = play(predictor, steady(30 * MS, 150, 50 * US), start=20 * S)
+    assert result.hits > 75
+    result = play(predictor, steady(2 * MS, 300, 10 * US), start=30 * S)
+    assert result.hits > 75
+
+
+def test_what_the_sender_says_is_better_than_a_guess() -> None:
+    rng = random.Random(5)
+    gaps = [rng.randint(5 * MS, 40 * MS) for _ in range(300)]
+    guessed = play(SpinPredictor(), gaps)
+    told = play(SpinPredictor(), gaps, hints=20 * US)
+    assert guessed.hits < 30
+    assert told.hits > 200
+    lied = play(SpinPredictor(), gaps, hints=10 * MS)
+    assert lied.watched <= 0.02 * lied.time
+
+
+def test_few_cores_are_watched_on_only_back_to_back() -> None:
+    assert play(SpinPredictor(crowded=True), steady(10 * MS, 300, 10 * US)).watched == 0
+    fast = play(SpinPredictor(crowded=True), steady(15 * US, 300, 2 * US))
+    assert fast.hits > 250
+
+
+def test_vain_watches_become_rare() -> None:
+    predictor = SpinPredictor()
+    play(predictor, steady(50 * US, 50, 5 * US), start=9 * S)
+    rng = random.Random(1)
+    gaps = [rng.choice((1 * MS, 3 * MS, 9 * MS)) for _ in range(1000)]
+    assert play(predictor, gaps).watched < 0.02 * sum(gaps)
