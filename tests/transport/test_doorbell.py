@@ -506,7 +506,7 @@ def test_a_sleeper_says_so_and_a_ring_then_wakes_it(monkeypatch: pytest.MonkeyPa
     for thread in threads:
         thread.start()
     until = soon()
-    while len(waiter._bell._sleepers) < 2:
+    while waiter._bell._sleepers < 2:
         assert time.monotonic() < until
         time.sleep(0.001)
     box.append(1)

@@ -95,33 +95,32 @@ def test_back_to_back_is_watched_for(gap: int) -> None:
     jitter=st.floats(0, 1),
     busy=st.floats(0, 0.9),
     hints=st.one_of(st.none(), st.integers(0, 5 * MS)),
-    crowded=st.booleans(),
     seed=st.integers(0, 100),
 )
 @settings(max_examples=150, deadline=None)
 def test_never_more_than_two_percent_of_a_core_at_slow_steps(
-    gap: int, jitter: float, busy: float, hints: int | None, crowded: bool, seed: int
+    gap: int, jitter: float, busy: float, hints: int | None, seed: int
 ) -> None:
     gaps = steady(gap, 300, int(gap * jitter), seed)
-    predictor = SpinPredictor(crowded)
+    predictor = SpinPredictor()
     result = play(predictor, gaps, int(gap * busy), hints)
     assert result.watched <= 0.02 * result.time + SAVINGS_NS
     assert predictor.watched_ns == result.watched
 
 
-@given(gaps=st.lists(st.integers(1, 200 * MS), min_size=1, max_size=200), crowded=st.booleans())
+@given(gaps=st.lists(st.integers(1, 200 * MS), min_size=1, max_size=200))
 @settings(max_examples=150, deadline=None)
-def test_the_budget_holds_for_any_arrivals(gaps: list[int], crowded: bool) -> None:
-    result = play(SpinPredictor(crowded), gaps)
+def test_the_budget_holds_for_any_arrivals(gaps: list[int]) -> None:
+    result = play(SpinPredictor(), gaps)
     earned = sum(max(SHARE * min(gap + WAKE, LONGEST_GAP_NS), min(gap + WAKE, FLOOR_NS)) for gap in gaps)
     assert result.watched <= earned + SHORT_NS * 2
 
 
-@given(before=st.lists(st.integers(1, 50 * MS), max_size=100), crowded=st.booleans(), idle=st.integers(S, 10_000 * S))
+@given(before=st.lists(st.integers(1, 50 * MS), max_size=100), idle=st.integers(S, 10_000 * S))
 @settings(max_examples=100, deadline=None)
-def test_idle_is_one_watch_at_most_and_forgotten_afterwards(before: list[int], crowded: bool, idle: int) -> None:
+def test_idle_is_one_watch_at_most_and_forgotten_afterwards(before: list[int], idle: int) -> None:
     """However long nothing comes: one plan, what it says is short, and the pace before is known after it."""
-    predictor = SpinPredictor(crowded)
+    predictor = SpinPredictor()
     play(predictor, before)
     begin = 10 * S + sum(before) + 10 * MS
     nap_until, watch_until = predictor.plan(begin)
@@ -157,12 +156,6 @@ def test_what_the_sender_says_is_better_than_a_guess() -> None:
     assert told.hits > 200
     lied = play(SpinPredictor(), gaps, hints=10 * MS)
     assert lied.watched <= 0.02 * lied.time
-
-
-def test_few_cores_are_watched_on_only_back_to_back() -> None:
-    assert play(SpinPredictor(crowded=True), steady(10 * MS, 300, 10 * US)).watched == 0
-    fast = play(SpinPredictor(crowded=True), steady(15 * US, 300, 2 * US))
-    assert fast.hits > 250
 
 
 def test_vain_watches_become_rare() -> None:

@@ -50,7 +50,7 @@ from collections.abc import Iterable
 
 from drumline.errors import ChannelClosedError
 from drumline.transport.fence import fence, order
-from drumline.transport.futex import futex_number, futex_or_none, futex_wait, wake_arguments, wake_call
+from drumline.transport.futex import futex_number, futex_or_none, futex_wait, wait_arguments, wake_arguments, wake_call
 from drumline.transport.memory import SharedMemory
 
 __all__ = ["DOORBELL_BYTES", "OWNER_RINGER", "Doorbell", "futex_number", "ring_all"]
@@ -83,13 +83,14 @@ class Doorbell:
         self._memory = memory
         self._own_memory = own_memory
         anchor = ctypes.c_char.from_buffer(memory.mapping())
-        self._address = ctypes.addressof(anchor)
+        address = ctypes.addressof(anchor)
         del anchor  # it would keep the mapping from closing; the address stays good until then
-        self._wake = wake_arguments(self._number or 0, self._address)
+        self._wake = wake_arguments(self._number or 0, address)
+        self._wait = wait_arguments(self._number or 0, address)
         self.words = memory.buf[:DOORBELL_BYTES].cast("I")
         self._id = ringer_id
         self._counter = itertools.count(int.from_bytes(os.urandom(3), "little"))
-        self._sleepers: set[object] = set()
+        self._sleepers = 0
         self._sleepers_lock = threading.RLock()  # a signal handler may wait, too
 
     @classmethod
@@ -130,28 +131,23 @@ class Doorbell:
         if self._number is None:
             self._look(seen, timeout_s)
             return
-        me = object()
+        words, lock = self.words, self._sleepers_lock
         try:
-            with self._sleepers_lock:
-                self._sleepers.add(me)
-                self.words[_ASLEEP] = 1
-            fence()
-            if self.words[0] == seen:
-                futex_wait(self._number, self._address, seen, timeout_s)
+            # What a signal handler raises in here may leave the count too high, never too low: calls for nothing
+            with lock:
+                self._sleepers += 1
+                words[_ASLEEP] = 1
+            try:
+                fence()
+                if words[0] == seen:
+                    futex_wait(self._wait, seen, timeout_s)
+            finally:
+                with lock:
+                    self._sleepers -= 1
+                    if not self._sleepers:
+                        words[_ASLEEP] = 0
         except ValueError:
             raise ChannelClosedError("this doorbell is closed") from None
-        finally:
-            self._awake(me)
-
-    def _awake(self, me: object) -> None:
-        """``me`` sleeps no more, if it ever did: a signal handler may have raised before."""
-        with self._sleepers_lock:
-            self._sleepers.discard(me)
-            if not self._sleepers:
-                try:
-                    self.words[_ASLEEP] = 0
-                except ValueError:  # closed meanwhile
-                    pass
 
     def _look(self, seen: int, timeout_s: float) -> None:
         """The wait without a futex: naps. Ends early, so that what a signal handler has noted is looked at."""
@@ -167,7 +163,7 @@ class Doorbell:
     def close(self) -> None:
         """Let go of the word; the memory too, if it was attached. Idempotent."""
         self.words.release()
-        self._address = 0
+        self._wait = wait_arguments(self._number or 0, 0)
         if self._own_memory:
             self._memory.close()
 

@@ -93,32 +93,28 @@ wake_call = ctypes.PyDLL(None).syscall
 """``wake_call(*wake_arguments(...))`` wakes all who sleep on a word. A full barrier (see :mod:`fence`)."""
 wake_call.restype = ctypes.c_long
 
-WakeArguments = tuple[Any, ...]
+Arguments = tuple[Any, ...]
 
 
-def wake_arguments(number: int, address: int) -> WakeArguments:
+def wake_arguments(number: int, address: int) -> Arguments:
     """What :data:`wake_call` wants, for the word at this address."""
     return ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_int(_WAKE), ctypes.c_int(_EVERYBODY)
 
 
-def futex_wait(number: int, address: int, seen: int, timeout_s: float) -> None:
-    """Sleep while the word at ``address`` is ``seen``, at most ``timeout_s`` seconds. May return early for no reason.
+def wait_arguments(number: int, address: int) -> Arguments:
+    """What :func:`futex_wait` wants, for the word at this address."""
+    return ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_int(_WAIT)
+
+
+def futex_wait(arguments: Arguments, seen: int, timeout_s: float) -> None:
+    """Sleep while the word is ``seen``, at most ``timeout_s`` seconds. May return early for no reason.
 
     Returns on a signal, whose Python handler has run by then. ChannelClosedError if nothing is mapped there any more.
     """
     timeout_s = min(timeout_s, LONGEST_WAIT_S)
     seconds = int(timeout_s)
     timeout = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
-    arguments = (
-        ctypes.c_long(number),
-        ctypes.c_void_p(address),
-        ctypes.c_int(_WAIT),
-        ctypes.c_uint32(seen),
-        ctypes.byref(timeout),
-        None,
-        0,
-    )
-    if _wait_call(*arguments) == -1:
+    if _wait_call(*arguments, ctypes.c_uint32(seen), ctypes.byref(timeout), None, 0) == -1:
         code = ctypes.get_errno()
         if code == errno.EFAULT:
             raise ChannelClosedError("this doorbell is closed")

@@ -12,7 +12,7 @@ neighbouring ones and starts at the beginning of a slot: a head and its bytes. I
 first: a reader gets such a record as a joined copy, every other one as a view of the ring. The head::
 
     sequence   the count of slots at which the record starts
-    checksum   CRC-32 of the rest of the head and of the bytes, starting from the sequence number
+    checksum   Adler-32 of the rest of the head and of the bytes, starting from the sequence number
     kind       the receiver's
     due        microseconds from now in which the sender means to send the next message; 0: it does not say
     length     of the bytes in this record
@@ -45,6 +45,9 @@ A message in pieces of which no end comes (its sender gave up at its deadline) i
 one begins. The pieces are as large as what is free at that moment, half the ring at most, so that reader and writer
 work at the same time and a message of any size costs about what its bytes cost.
 
+Why Adler-32: it is as fast as CRC-32 in zlib and has no tables. Those of CRC-32 have 16 KiB, cold again after every
+step of a model: 10 ms apart they cost 5 us a call, four calls a round trip.
+
 Rejected: a flag for every (slot, reader) pair: n stores of the writer a message, and neighbours share cache lines.
 Skipping the rest of the ring so that no message wraps: the largest message then fits only sometimes. A head in each
 slot of a long record: every reader would have to join what it now gets as a view.
@@ -55,7 +58,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Sequence
-from zlib import crc32
+from zlib import adler32
 
 from drumline.errors import MessageTooLargeError, TransportError
 from drumline.transport.arena import LEAST_BYTES, ArenaReader, ArenaWriter, Block
@@ -188,7 +191,7 @@ class RingWriter:
             end = begin + len(part)
             data[begin:end] = part
             begin = end
-        self._data_words[(at >> 2) + 1] = crc32(data[at + SUMMED : begin], written)
+        self._data_words[(at >> 2) + 1] = adler32(data[at + SUMMED : begin], written)
         self._free -= 1
         place = self._place + 1
         self._place = place if place < self._slots else 0
@@ -269,7 +272,7 @@ class RingWriter:
                     part = part.cast("B")
                 data[begin : begin + len(part)] = part
                 begin += len(part)
-            checksum = crc32(data[at + SUMMED : end], written)
+            checksum = adler32(data[at + SUMMED : end], written)
         else:
             checksum = self._copy_wrapped(at, begin, parts, written)
         self._data_words[(at >> 2) + 1] = checksum
@@ -283,10 +286,10 @@ class RingWriter:
     def _copy_wrapped(self, start: int, at: int, parts: Sequence[Part], written: int) -> int:
         """Copy a record that goes on from the last slot to the first; its checksum."""
         data, size = self._data, self._data_bytes
-        checksum = crc32(data[start + SUMMED : at], written)
+        checksum = adler32(data[start + SUMMED : at], written)
         for part in parts:
             view = flat(part)
-            checksum = crc32(view, checksum)
+            checksum = adler32(view, checksum)
             done = 0
             while done < len(view):
                 at %= size
@@ -515,7 +518,7 @@ class RingReader:
             at = self._place * self._slot_bytes
             sequence, checksum, kind, due_us, length, buffers, rest = HEAD.unpack_from(data, at)
             end = at + HEAD_BYTES + length
-            if sequence == read and end <= self._data_bytes and crc32(data[at + SUMMED : end], read) == checksum:
+            if sequence == read and end <= self._data_bytes and adler32(data[at + SUMMED : end], read) == checksum:
                 payload = data[at + HEAD_BYTES : end]
             else:
                 kind, due_us, length, buffers, rest, payload = self._look_again(at)
@@ -536,7 +539,7 @@ class RingReader:
             sequence, checksum, kind, due_us, length, buffers, rest = HEAD.unpack_from(self._data, at)
             if length <= self.layout.largest_message and sequence == self._read:
                 record = self._joined(at, HEAD_BYTES + length)
-                if crc32(record[SUMMED:], sequence) == checksum:
+                if adler32(record[SUMMED:], sequence) == checksum:
                     if attempt or at + HEAD_BYTES + length <= self._data_bytes:
                         self.rereads += 1
                     return kind, due_us, length, buffers, rest, record[HEAD_BYTES:]

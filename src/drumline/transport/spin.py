@@ -16,12 +16,12 @@ before, then watch), and `sleep` (no watching: the guess is too vague, the pause
 more earn nothing further; what was watched is paid, and without money in hand there is no watching. So steps of 10 ms
 cost at most 1.2 % of a core (and 4 % at 2 ms, where a message saves more than that), and an idle process pays nothing:
 after one watch that nothing came of, the wait is a plain sleep however long it lasts. Watches in vain in a row double
-the number of waits that are not watched, up to 64.
+the number of waits that are not watched, up to 16.
 
 **Pauses.** A gap far above the mean says nothing about the pace and is not learnt, unless the next one is as long.
 
-**Cores.** Who watches takes a core. Where there are no more cores than processes that compute, it takes it from
-somebody who could answer: then only `short` watching is left, for at most 40 us, giving the core away at each look.
+**Cores.** Who watches takes a core, so this is for machines with more cores than processes that compute (the waiter
+knows; on others it only watches for 40 us after a wait that was that short).
 
 Rejected: watching for a fixed time at the start of each wait (finds nothing at 10 ms and costs 1 %); watching until the
 message comes (vLLM: a core per worker); means without deviations (they watch in vain where the pace is uneven).
@@ -33,8 +33,6 @@ import math
 
 SHORT_NS = 100_000
 """Arrivals expected within this are watched for at once."""
-CROWDED_NS = 40_000
-"""Longest watch where cores are few."""
 LONGEST_GAP_NS = 100_000_000
 """Pace above which nothing is watched for."""
 SHARE = 0.012
@@ -46,7 +44,9 @@ SAVINGS_NS = 1_000_000
 MARGIN_NS = 15_000
 """Added on both sides of the time that is watched."""
 _WEIGHT = 0.25
-_MOST_SKIPPED = 64
+_MOST_SKIPPED = 16
+_OUTLIER_NS = 50_000
+_MOST_LATE_NS = 500_000
 
 
 class Estimate:
@@ -71,7 +71,8 @@ class Estimate:
             self._paused = not self._paused
             return
         self._paused = False
-        error = value - self.mean
+        most = 3 * self.deviation + _OUTLIER_NS  # one late message does not hide the pace of the others
+        error = max(-most, min(most, value - self.mean))
         self.mean += _WEIGHT * error
         self.deviation += _WEIGHT * (abs(error) - self.deviation)
 
@@ -83,9 +84,7 @@ class Estimate:
 class SpinPredictor:
     """Says how to wait, and learns from what came. One for each waiter; used by one thread at a time."""
 
-    def __init__(self, crowded: bool = False) -> None:
-        self.crowded = crowded
-        """There are no more cores than processes that compute."""
+    def __init__(self) -> None:
         self._gap = Estimate()
         self._wait = Estimate()
         self._hint = Estimate()
@@ -113,11 +112,8 @@ class SpinPredictor:
             self._skip -= 1
             return 0, 0
         wait = self._wait
-        longest = min(self._savings, SHORT_NS if not self.crowded else CROWDED_NS)
         if wait.mean + wait.deviation < SHORT_NS:
-            return 0, start + int(min(longest, wait.mean + 4 * wait.deviation + MARGIN_NS))
-        if self.crowded:
-            return 0, 0
+            return 0, start + int(min(self._savings, SHORT_NS, wait.mean + 4 * wait.deviation + MARGIN_NS))
         return self._plan_nap(start)
 
     def _plan_nap(self, start: int) -> tuple[int, int]:
@@ -125,7 +121,7 @@ class SpinPredictor:
         if not start < due < start + LONGEST_GAP_NS:
             return 0, 0
         side = 1.5 * deviation + MARGIN_NS
-        if 2 * side > self._savings or side > SHARE * (due - start) + FLOOR_NS:
+        if 2 * side > self._savings:
             return 0, 0
         nap = int(due - side - self._late)
         return (nap if nap > start else 0), int(due + side)
@@ -141,8 +137,8 @@ class SpinPredictor:
         return self._arrival + gap.mean, gap.deviation
 
     def napped(self, planned: int, now: int) -> None:
-        """A nap ended by itself: learn how late sleeps end on this machine."""
-        self._late += _WEIGHT * (min(max(now - planned, 0), 2 * SHORT_NS) - self._late)
+        """A nap that should end then ended now: learn how late sleeps end on this machine."""
+        self._late += _WEIGHT * (min(max(now - planned, 0), _MOST_LATE_NS) - self._late)
 
     def watched(self, ns: int, hit: bool) -> None:
         """The word was watched for so long; ``hit``: it changed."""

@@ -16,8 +16,10 @@ the system call is only handled at the next wake, at most 5 s later; who cannot 
 and lets the thread that watches it ring.
 
 Watching: before it sleeps for good, a waiter may watch the word for a while when a message is due; :mod:`spin` decides,
-from what it has seen, from what the sender says (:meth:`Waiter.expect`), and from the number of cores and of processes
-that compute on them. After a watch in vain everything is looked at once more, since a signal handler may have run.
+from what it has seen and from what the sender says (:meth:`Waiter.expect`). With no more cores than processes that
+compute, a watch takes a core from somebody who could answer: then it watches only after a wait that was shorter than 40
+us, for 40 us at most, and gives the core away at each look. After a watch in vain everything is looked at once more,
+since a signal handler may have run.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ RECHECK_S = 5.0
 """Longest sleep in seconds before the conditions are looked at again."""
 UNKNOWN_COMPUTING = 2
 """Processes that compute, where nobody has said how many: those at both ends."""
+QUICK_NS = 40_000
+"""Where cores are few: a wait shorter than this makes the next one begin with a watch of at most this time."""
 _COMPUTING = 2  # word of the doorbell's line
 
 NEVER_S = 1e9
@@ -75,9 +79,10 @@ class Waiter:
         self._bell = Doorbell(memory, OWNER_RINGER)
         self._closed = False
         self._watching = threading.Lock()
-        crowd = self._bell.words[_COMPUTING] or UNKNOWN_COMPUTING
-        self.predictor = SpinPredictor(crowded=host.cores() <= crowd)
-        """Decides about watching. See :mod:`spin`."""
+        self._quick = False
+        self.predictor: SpinPredictor | None = None
+        """Decides about watching; None where cores are few. See :mod:`spin`."""
+        self._count_cores()
         self.lost_wakes = 0
         """Times that looking again after 5 s without a ring found something: a missing ring somewhere. Must be 0."""
 
@@ -100,11 +105,16 @@ class Waiter:
     def share_cores(self, computing: int) -> None:
         """Say how many processes of this machine compute. For this object, and for who attaches later."""
         self._bell.words[_COMPUTING] = computing
-        self.predictor.crowded = host.cores() <= (computing or UNKNOWN_COMPUTING)
+        self._count_cores()
+
+    def _count_cores(self) -> None:
+        crowded = host.cores() <= (self._bell.words[_COMPUTING] or UNKNOWN_COMPUTING)
+        self.predictor = None if crowded else SpinPredictor()
 
     def expect(self, seconds: float) -> None:
         """The sender says that the next message is due so many seconds from now. A hint: it may come at any time."""
-        self.predictor.expect(time.perf_counter_ns() + int(seconds * 1e9))
+        if self.predictor is not None:
+            self.predictor.expect(time.perf_counter_ns() + int(seconds * 1e9))
 
     @property
     def fd(self) -> int:
@@ -145,7 +155,10 @@ class Waiter:
             result = check()
             if result is not None:
                 if start:
-                    self.predictor.arrived(start, time.perf_counter_ns())
+                    now = time.perf_counter_ns()
+                    self._quick = now - start < QUICK_NS
+                    if self.predictor is not None:
+                        self.predictor.arrived(start, now)
                 if overslept and bell.value() == seen:
                     self.lost_wakes += 1
                 return result
@@ -158,34 +171,33 @@ class Waiter:
                     return None
             if not start:
                 start = time.perf_counter_ns()
-            if watch:
+            if watch and (self._quick or self.predictor is not None):
                 watch = False
                 if self._watch(seen, start, left):
                     continue
-            overslept = self._sleep(seen, left)
-
-    def _sleep(self, seen: int, left: float) -> bool:
-        """Sleep until the word is no longer ``seen``; True if the whole 5 s passed without a ring."""
-        bell = self._bell
-        start = time.monotonic()
-        bell.wait(seen, left)
-        return left == RECHECK_S and time.monotonic() - start >= RECHECK_S and bell.value() == seen
+            begin = time.monotonic()
+            bell.wait(seen, left)
+            overslept = left == RECHECK_S and time.monotonic() - begin >= RECHECK_S and bell.value() == seen
 
     def _watch(self, seen: int, start: int, left: float) -> bool:
-        """Watch the word if the predictor says so, perhaps after a nap. True: look again at everything."""
-        predictor = self.predictor
+        """Watch the word if there is reason to, perhaps after a nap. True: look again at everything."""
         if not self._watching.acquire(blocking=False):
             return False  # another thread does
         try:
+            predictor = self.predictor
+            if predictor is None:
+                self._look(seen, start + QUICK_NS, give_away=True)
+                return True
             nap_until, watch_until = predictor.plan(start)
             if not watch_until:
                 return False
             if nap_until:
                 self._bell.wait(seen, min(left, (nap_until - start) / 1e9))
                 now = time.perf_counter_ns()
-                if self._bell.value() != seen or now < nap_until:
+                if now >= nap_until:
+                    predictor.napped(nap_until, now)
+                if now < nap_until or self._bell.value() != seen:
                     return True
-                predictor.napped(nap_until, now)
             begin = time.perf_counter_ns()
             hit = self._look(seen, min(watch_until, start + int(left * 1e9)))
             predictor.watched(time.perf_counter_ns() - begin, hit)
@@ -193,9 +205,9 @@ class Waiter:
         finally:
             self._watching.release()
 
-    def _look(self, seen: int, until: int) -> bool:
+    def _look(self, seen: int, until: int, *, give_away: bool = False) -> bool:
         """Watch the word until then; whether it changed."""
-        words, give_away = self._bell.words, self.predictor.crowded
+        words = self._bell.words
         now = time.perf_counter_ns
         try:
             while words[0] == seen:
