@@ -20,8 +20,8 @@ the number of waits that are not watched, up to 16.
 
 **Pauses.** A gap far above the mean says nothing about the pace and is not learnt, unless the next one is as long.
 
-**Cores.** Who watches takes a core, so this is for machines with more cores than processes that compute (the waiter
-knows; on others it only watches for 40 us after a wait that was that short).
+**Cores.** Who watches takes a core, so this is for machines with more cores than processes that compute; the waiter
+knows.
 
 Rejected: watching for a fixed time at the start of each wait (finds nothing at 10 ms and costs 1 %); watching until the
 message comes (vLLM: a core per worker); means without deviations (they watch in vain where the pace is uneven).

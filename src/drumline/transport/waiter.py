@@ -16,16 +16,15 @@ the system call is only handled at the next wake, at most 5 s later; who cannot 
 and lets the thread that watches it ring.
 
 Watching: before it sleeps for good, a waiter may watch the word for a while when a message is due; :mod:`spin` decides,
-from what it has seen and from what the sender says (:meth:`Waiter.expect`). With no more cores than processes that
-compute, a watch takes a core from somebody who could answer: then it watches only after a wait that was shorter than 40
-us, for 40 us at most, and gives the core away at each look. After a watch in vain everything is looked at once more,
-since a signal handler may have run.
+from what it has seen and from what the sender says (:meth:`Waiter.expect`). After a watch in vain everything is looked
+at once more, since a signal handler may have run. Where there are no more cores than processes that compute, nobody
+watches: who does keeps the core from the one it waits for (2 cores, one worker, back to back: 60 us with watches of 40
+us, 20 without), and to yield in between forfeits the slice since Linux 6.18.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -42,9 +41,8 @@ RECHECK_S = 5.0
 """Longest sleep in seconds before the conditions are looked at again."""
 UNKNOWN_COMPUTING = 2
 """Processes that compute, where nobody has said how many: those at both ends."""
-QUICK_NS = 40_000
-"""Where cores are few: a wait shorter than this makes the next one begin with a watch of at most this time."""
-_COMPUTING = 2  # word of the doorbell's line
+_CORES = 2  # word of the doorbell's line: what its maker thinks of them
+_ROOMY, _CROWDED = 1, 2
 
 NEVER_S = 1e9
 """Timeouts from here on (32 years, or infinity) are no timeouts: clocks and system calls take no such times."""
@@ -79,7 +77,6 @@ class Waiter:
         self._bell = Doorbell(memory, OWNER_RINGER)
         self._closed = False
         self._watching = threading.Lock()
-        self._quick = False
         self.predictor: SpinPredictor | None = None
         """Decides about watching; None where cores are few. See :mod:`spin`."""
         self._count_cores()
@@ -103,13 +100,15 @@ class Waiter:
         return cls(SharedMemory.attach(fd, DOORBELL_BYTES))
 
     def share_cores(self, computing: int) -> None:
-        """Say how many processes of this machine compute. For this object, and for who attaches later."""
-        self._bell.words[_COMPUTING] = computing
+        """Say how many processes compute on the cores that this process may use, those that it starts counted in.
+
+        For this object, and for who attaches later, who may be bound to some of the cores.
+        """
+        self._bell.words[_CORES] = _CROWDED if host.cores() <= (computing or UNKNOWN_COMPUTING) else _ROOMY
         self._count_cores()
 
     def _count_cores(self) -> None:
-        crowded = host.cores() <= (self._bell.words[_COMPUTING] or UNKNOWN_COMPUTING)
-        self.predictor = None if crowded else SpinPredictor()
+        self.predictor = SpinPredictor() if self._bell.words[_CORES] == _ROOMY else None
 
     def expect(self, seconds: float) -> None:
         """The sender says that the next message is due so many seconds from now. A hint: it may come at any time."""
@@ -145,7 +144,7 @@ class Waiter:
         words = bell.words
         overslept = False
         start = 0
-        watch = True
+        predictor = self.predictor
         while True:
             try:
                 seen = words[0]
@@ -154,11 +153,8 @@ class Waiter:
             order()
             result = check()
             if result is not None:
-                if start:
-                    now = time.perf_counter_ns()
-                    self._quick = now - start < QUICK_NS
-                    if self.predictor is not None:
-                        self.predictor.arrived(start, now)
+                if start and predictor is not None:
+                    predictor.arrived(start, time.perf_counter_ns())
                 if overslept and bell.value() == seen:
                     self.lost_wakes += 1
                 return result
@@ -169,25 +165,19 @@ class Waiter:
                 left = min(left, deadline - time.monotonic())
                 if left <= 0:
                     return None
-            if not start:
+            if predictor is not None and not start:
                 start = time.perf_counter_ns()
-            if watch and (self._quick or self.predictor is not None):
-                watch = False
-                if self._watch(seen, start, left):
+                if self._watch(predictor, seen, start, left):
                     continue
             begin = time.monotonic()
             bell.wait(seen, left)
             overslept = left == RECHECK_S and time.monotonic() - begin >= RECHECK_S and bell.value() == seen
 
-    def _watch(self, seen: int, start: int, left: float) -> bool:
+    def _watch(self, predictor: SpinPredictor, seen: int, start: int, left: float) -> bool:
         """Watch the word if there is reason to, perhaps after a nap. True: look again at everything."""
         if not self._watching.acquire(blocking=False):
             return False  # another thread does
         try:
-            predictor = self.predictor
-            if predictor is None:
-                self._look(seen, start + QUICK_NS, give_away=True)
-                return True
             nap_until, watch_until = predictor.plan(start)
             if not watch_until:
                 return False
@@ -205,7 +195,7 @@ class Waiter:
         finally:
             self._watching.release()
 
-    def _look(self, seen: int, until: int, *, give_away: bool = False) -> bool:
+    def _look(self, seen: int, until: int) -> bool:
         """Watch the word until then; whether it changed."""
         words = self._bell.words
         now = time.perf_counter_ns
@@ -213,8 +203,6 @@ class Waiter:
             while words[0] == seen:
                 if now() > until:
                     return False
-                if give_away:
-                    os.sched_yield()
         except ValueError:
             raise ChannelClosedError("this waiter was closed while waiting") from None
         return True
