@@ -93,7 +93,7 @@ def test_thousands_of_round_trips() -> None:
         writer, (reader,) = p.owner_ends()
         registry = CodecRegistry()
         for number in range(count):
-            kind, parts = registry.encode((number, "execute_model", {"a": b"x" * (number % 5000)}))
+            kind, parts = registry.encode_inline((number, "execute_model", {"a": b"x" * (number % 5000)}))
             writer.enqueue(parts, p.waiter, soon(), kind=kind)
             message = p.waiter.wait(reader.poll, soon())
             assert message is not None
@@ -235,7 +235,7 @@ def test_serialised_once_and_seen_by_every_reader() -> None:
     with pair(4, 64, 8) as p:
         writer, _ = p.owner_ends()
         registry = CodecRegistry()
-        kind, parts = registry.encode({"a": [1, 2]})
+        kind, parts = registry.encode_inline({"a": [1, 2]})
         writer.enqueue(parts, p.waiter, kind=kind)
         for i in range(4):
             reader = p.down.reader(i)

@@ -111,15 +111,15 @@ class CallEncoder:
             flags = _FUNCTION
         if len(args) == 1 and not kwargs:
             flags |= _SINGLE
-            kind, parts = self._codec.encode(args[0])
+            kind, parts = self._codec.encode_inline(args[0])
         else:
-            kind, parts = self._codec.encode((tuple(args), dict(kwargs) if kwargs else None))
+            kind, parts = self._codec.encode_inline((tuple(args), dict(kwargs) if kwargs else None))
         if rank_args is None:
             return EncodedCall(flags, kind, 0, name, parts)
         lengths: list[Buffer] = []
         own: list[Buffer] = []
         for mine in rank_args:
-            own_kind, own_parts = self._codec.encode(tuple(mine))
+            own_kind, own_parts = self._codec.encode_inline(tuple(mine))
             lengths.append(_LENGTH.pack(own_kind, sum(map(_size, own_parts))))
             own.extend(own_parts)
         body = (*lengths, _TOTAL.pack(sum(map(_size, parts))), *parts, *own)
@@ -205,7 +205,7 @@ class CallDecoder:
 
 def encode_answer(codec: CodecRegistry, call_id: int, value: Any) -> list[Buffer]:
     """Parts of an answer. Raises what pickle raises."""
-    kind, parts = codec.encode(value)
+    kind, parts = codec.encode_inline(value)
     return [_ANSWER.pack(call_id, kind), *parts]
 
 
