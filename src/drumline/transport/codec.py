@@ -323,7 +323,7 @@ def _reduce_view(view: memoryview) -> Any:
 
 def _rebuild_view(buffer: Any, form: str, shape: tuple[int, ...]) -> memoryview:
     view = memoryview(buffer)
-    return view if form == "B" and len(shape) == 1 else view.cast(form, shape)  # type: ignore[call-overload,no-any-return]
+    return view if form == "B" and len(shape) == 1 else view.cast(form, shape)  # type: ignore[call-overload]
 
 
 def _reduce_array(array: Any) -> Any:
