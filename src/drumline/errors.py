@@ -10,6 +10,7 @@ The tree::
     +-- TransportError
     |   +-- MessageTooLargeError (ValueError)
     |   +-- ChannelClosedError              the other side is gone or the channel was shut down
+    |   +-- QueueTimeoutError (TimeoutError)  a message queue had no room, or no message, until the deadline
     |   +-- CollectiveError (RuntimeError)  a rank did not take part in a collective
     +-- RPCTimeoutError (TimeoutError)      a call did not end before its deadline
     +-- RemoteCallError                     a worker method raised; the executor stays usable
@@ -134,6 +135,13 @@ class MessageTooLargeError(TransportError, ValueError):
 
 class ChannelClosedError(TransportError):
     """The channel was shut down or its other side is gone. Whoever owns the channel knows why."""
+
+
+class QueueTimeoutError(TransportError, TimeoutError):
+    """No room in a message queue, or no message, until the deadline. Nothing was sent or taken: try again.
+
+    The message names the readers that have not read, how much and since when.
+    """
 
 
 class CollectiveError(TransportError, RuntimeError):

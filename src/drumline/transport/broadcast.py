@@ -186,6 +186,11 @@ class QueueWriter:
             f"(slots not read yet, by reader: {backlog}, of {self._ring.layout.slots})"
         )
 
+    @property
+    def written(self) -> int:
+        """Slots written so far, modulo 2^32, from where the ring started to count."""
+        return self._ring.written
+
     def backlog(self) -> list[int]:
         """For each reader the number of slots that it has not freed yet."""
         return self._ring.backlog()

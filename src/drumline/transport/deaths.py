@@ -1,4 +1,8 @@
-"""A death source for queues without a supervisor: one thread watches descriptors and rings the waiter.
+"""Death sources: what tells a queue that the process at its other end is gone.
+
+A source is a descriptor that becomes readable then (a pidfd, the end of a control connection), as an object
+(:class:`DeathSource`) or with a name. So whoever waits costs nothing until it happens, and nobody guesses from time that
+has passed.
 
 The executor has its own (:mod:`drumline.processes`: control connections, pidfds, one supervisor thread a process). Who
 uses a queue alone gives a :class:`DeathWatch` the pidfds of its peers, or any descriptors that become readable when a
@@ -15,12 +19,51 @@ The kernel makes the descriptor readable at once; thread and waiter need another
 from __future__ import annotations
 
 import os
-import select
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from drumline.errors import ChannelClosedError
+from drumline.transport.service import Service
 from drumline.transport.waiter import Waiter
+
+
+class DeathSource(Protocol):
+    """Tells of one death."""
+
+    def fileno(self) -> int:
+        """Descriptor that becomes readable when it has happened, and stays so."""
+
+    @property
+    def reason(self) -> str:
+        """What to say then, such as "worker 3 was killed by SIGKILL"."""
+
+
+class ProcessDeath:
+    """The end of a process, by its pidfd. Close it when it is not needed any more."""
+
+    def __init__(self, pid: int, name: str = "", pidfd: int = -1) -> None:
+        """Watch ``pid``; ``pidfd`` if you have one already (it is taken over).
+
+        ProcessLookupError if there is no such process.
+        """
+        self.pid = pid
+        self.name = name or "process"
+        self._fd = pidfd if pidfd >= 0 else os.pidfd_open(pid)
+
+    def fileno(self) -> int:
+        """The pidfd; -1 once closed."""
+        return self._fd
+
+    @property
+    def reason(self) -> str:
+        """Name and pid; the exit code is known to its parent only."""
+        return f"{self.name} (pid {self.pid}) has died"
+
+    def close(self) -> None:
+        """Let go of the descriptor. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 class DeathWatch:
@@ -37,23 +80,14 @@ class DeathWatch:
         self._waiter = waiter
         self._names = {fd: name for name, fd in peers.items()}
         self._gone: list[str] = []
-        self._stop_read, self._stop_write = os.pipe()
-        self._thread = threading.Thread(target=self._run, name="drumline-deaths", daemon=True)
-        self._thread.start()
+        self._service = Service("deaths", list(self._names), self._serve)
+        self._service.start()
 
-    def _run(self) -> None:
-        poll = select.poll()
-        for fd in (self._stop_read, *self._names):
-            poll.register(fd, select.POLLIN)
-        left = len(self._names)
-        while left:
-            for fd, _ in poll.poll():
-                if fd == self._stop_read:
-                    return
-                poll.unregister(fd)
-                self._gone.append(self._names[fd])
-                self._waiter.ring()
-                left -= 1
+    def _serve(self, ready: Sequence[int]) -> None:
+        for fd in ready:
+            self._service.forget(fd)
+            self._gone.append(self._names[fd])
+            self._waiter.ring()
 
     @property
     def gone(self) -> tuple[str, ...]:
@@ -67,11 +101,7 @@ class DeathWatch:
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
-        if self._stop_write >= 0:
-            os.close(self._stop_write)  # end of file for the thread
-            self._thread.join()
-            os.close(self._stop_read)
-            self._stop_write = -1
+        self._service.stop()
 
     def __enter__(self) -> DeathWatch:
         return self

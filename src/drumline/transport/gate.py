@@ -214,7 +214,7 @@ class Gate:
         self._listener.close()
 
 
-_REASONS = {
+_REASONS: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "a key that is not on the list",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "no CURVE handshake, or the wrong key",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "gone or silent before the end of the handshake",

@@ -18,14 +18,14 @@ recognised by their numbers. A reader is known by its key, a connection by its d
 
 **Death.** A connection that ends makes a peer *away*; one that stays away for ``reconnect_s`` is *gone*: the writer's
 calls raise ChannelClosedError from then on, and so do those of a reader whose writer is gone. A connection that is
-silent ends after ``heartbeat_s`` and twice that: ZMQ's IO threads send and answer heartbeats, without Python. Closing is
-said (END, BYE), so it is known at once. Who has other news of a death (a process that it supervises) raises from its
-own ``alive``.
+silent ends after ``heartbeat_s`` and twice that: ZMQ's IO threads send and answer heartbeats, without Python. Closing
+is said (END, BYE), so it is known at once. Who has other news of a death (a process that it supervises) has its own
+death source.
 
 **Threads.** The application's thread sends itself: a hand-over to the service thread would wait for the interpreter's
-lock, up to 5 ms while the application computes. A ROUTER is used by two threads, so by one at a time (a lock), and whoever
-used it takes what has come before it lets go, since ZMQ's descriptor does not wake again for that. On the reading
-side the service thread alone uses the sockets; ACKs are rare enough to be handed to it.
+lock, up to 5 ms while the application computes. A ROUTER is used by two threads, so by one at a time (a lock), and
+whoever used it takes what has come before it lets go, since ZMQ's descriptor does not wake again for that. On the
+reading side the service thread alone uses the sockets; ACKs are rare enough to be handed to it.
 
 **What idleness costs**, measured over 20 s with a heartbeat every 5 s, on 2 cores: 1.3 ms of CPU for the writer and
 0.8 ms for the reader (every 2 s: 2.0 and 1.6; none: 0.2 and 0.1), since no Python runs. TCP's keepalive would be free
@@ -42,25 +42,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import zmq
 
 from drumline.errors import ChannelClosedError, ConfigError, MessageTooLargeError, TransportError
 from drumline.transport import remote_wire as wire
-from drumline.transport.gate import Gate, curve_keys, drain, events
+from drumline.transport.gate import Gate, curve_keys, events
 from drumline.transport.ring import Part
+from drumline.transport.service import Service
 
 log = logging.getLogger("drumline.transport")
 
-_JOIN_S = 5.0
 _BYE_LINGER_MS = 200
 
 
@@ -104,46 +102,6 @@ def _configure(sock: zmq.Socket[bytes], options: RemoteOptions) -> None:
     sock.sndhwm = sock.rcvhwm = 0  # credit bounds what is under way; these would drop
     sock.heartbeat_ivl = max(1, int(options.heartbeat_s * 1000))
     sock.heartbeat_timeout = 2 * sock.heartbeat_ivl
-
-
-class _Service:
-    """A thread that sleeps on descriptors: ``serve`` runs whenever one wakes, and at the time that it last returned."""
-
-    def __init__(self, name: str, fds: Sequence[int], serve: Callable[[], float | None], end: Callable[[], None]) -> None:
-        self._serve = serve
-        self._end = end
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._poll = select.poll()
-        for fd in (self._wake, *fds):
-            self._poll.register(fd, select.POLLIN)
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name=f"drumline-{name}", daemon=True)
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Serve now."""
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
-
-    def stop(self) -> None:
-        """End the thread, which closes the sockets."""
-        self._stopping = True
-        self.wake()
-        self._thread.join(_JOIN_S)
-        if not self._thread.is_alive() and self._wake >= 0:
-            os.close(self._wake)
-            self._wake = -1
-
-    def _run(self) -> None:
-        try:
-            while not self._stopping:
-                deadline = self._serve()
-                wait = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000 + 1
-                self._poll.poll(wait)
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._wake)
-        finally:
-            self._end()
 
 
 class _Peer:
@@ -221,7 +179,8 @@ class RemoteWriter:
         ]
         """One for each reader."""
         fds = (*self._gate.fds, int(self._router.get(zmq.FD)))
-        self._service = _Service("remote-writer", fds, self._serve, self._close_sockets)
+        self._service = Service("remote-writer", fds, self._serve, self._close_sockets)
+        self._service.start()
 
     @property
     def largest_message(self) -> int:
@@ -324,7 +283,7 @@ class RemoteWriter:
     def _take(self) -> None:
         """Take what readers said."""
         router = self._router
-        while router.get(zmq.EVENTS) & zmq.POLLIN:
+        while int(router.get(zmq.EVENTS)) & zmq.POLLIN:
             frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
             first = frames[-1]
             try:
@@ -338,7 +297,9 @@ class RemoteWriter:
         body = frame.bytes
         type_ = body[0] if body else 0
         if type_ == wire.HELLO:
-            self._greet(peer, route, int(str(frame.get("__fd"))), str(frame.get("Peer-Address")), wire.Hello.unpack(body))
+            self._greet(
+                peer, route, int(str(frame.get("__fd"))), str(frame.get("Peer-Address")), wire.Hello.unpack(body)
+            )
             return
         number = wire.unpack_number(body)
         if type_ == wire.ACK:
@@ -385,9 +346,10 @@ class RemoteWriter:
                 self._away(peer)
 
     def _away(self, peer: _Peer) -> None:
-        if peer.route is not None:
+        """Its connection has ended."""
+        if peer.route is not None and not peer.has_all:
             log.info("the connection of %s has ended; waiting %g s for it", peer.name, self.options.reconnect_s)
-            peer.route, peer.fd, peer.since = None, -1, time.monotonic()
+        peer.route, peer.fd, peer.since = None, -1, time.monotonic()
 
     def _lose(self, peer: _Peer, why: str) -> None:
         """It is gone for good."""
@@ -401,7 +363,7 @@ class RemoteWriter:
 
     # The service thread.
 
-    def _serve(self) -> float | None:
+    def _serve(self, _: Sequence[int]) -> float | None:
         """Everything that has come; when to look again."""
         with self._lock:
             self._gate.serve()
@@ -428,7 +390,7 @@ class RemoteWriter:
     def close(self, linger_s: float = 5.0) -> None:
         """Tell the readers that nothing more comes, and end. Idempotent.
 
-        Waits up to ``linger_s`` until all of them have *received* everything; those that are gone by then lose the rest.
+        Waits up to ``linger_s`` until all of them have *received* everything; who has not by then loses the rest.
         """
         with self._lock:
             if self._closed:
@@ -500,7 +462,8 @@ class RemoteReader:
         self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket(_READER_EVENTS)
         self._dealer.connect(handle.url)
         fds = (int(self._dealer.get(zmq.FD)), int(self._monitor.get(zmq.FD)))
-        self._service = _Service("remote-reader", fds, self._serve, self._close_sockets)
+        self._service = Service("remote-reader", fds, self._serve, self._close_sockets)
+        self._service.start()
 
     def _setup(self, handle: RemoteHandle) -> None:
         dealer = self._dealer
@@ -517,6 +480,11 @@ class RemoteReader:
     def name(self) -> str:
         """The other end, for messages."""
         return f"the writer at {self._handle.url}"
+
+    @property
+    def ended(self) -> bool:
+        """The writer has closed the queue in good order."""
+        return self._ended
 
     def poll(self) -> RemoteMessage | None:
         """The next message, or None. It must be released before the next call.
@@ -543,7 +511,7 @@ class RemoteReader:
 
     # The service thread.
 
-    def _serve(self) -> float | None:
+    def _serve(self, _: Sequence[int]) -> float | None:
         self._look_at_connection()
         news = False
         with contextlib.suppress(zmq.Again):
@@ -650,4 +618,3 @@ _READER_EVENTS = (
 )
 
 __all__ = ["RemoteHandle", "RemoteMessage", "RemoteOptions", "RemoteReader", "RemoteWriter"]
-

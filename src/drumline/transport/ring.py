@@ -331,6 +331,11 @@ class RingWriter:
         words = self._words
         return [words[at] for at in self._readers]
 
+    @property
+    def written(self) -> int:
+        """Slots written so far, modulo 2^32, from where the ring started to count."""
+        return self._written
+
     def backlog(self) -> list[int]:
         """For each reader the slots that it has not freed yet: who is slow, for reports."""
         return [(self._written - read) & MASK for read in self.reads()]

@@ -1,0 +1,398 @@
+"""The message queue: any Python object from one writer to n readers on this machine and m on others. Public.
+
+::
+
+    enqueue(obj) -> codec, once -+-> ring and arena in shared memory -> local readers: dequeue() -> obj
+                                 +-> CURVE over TCP ------------------> remote readers: dequeue() -> obj
+
+Every reader gets every message, in order. A writer for whom there is no room waits (nothing is dropped), readers wait
+for messages; both sleep without any cost, end with a deadline if they are given one, and at once when the other side
+dies or closes. What is where: ring.py and broadcast.py (memory), remote.py (TCP), codec.py (objects), links.py and
+deaths.py (who lives), handles.py (what is sent to a reader's process).
+
+Locks. ``_turn`` makes the whole of an enqueue one act, since the ring has one writer and a message goes to all readers
+or to none. The service thread never takes it: it notes who is gone and rings.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from drumline.errors import ChannelClosedError, ConfigError, QueueTimeoutError
+from drumline.transport.broadcast import BroadcastQueue
+from drumline.transport.codec import CodecRegistry, Encoded, inline
+from drumline.transport.deaths import DeathSource
+from drumline.transport.doorbell import Doorbell
+from drumline.transport.handles import HandleData, QueueHandle
+from drumline.transport.links import Link, attach_link, link_pair
+from drumline.transport.remote import RemoteMessage, RemoteOptions, RemoteReader, RemoteWriter
+from drumline.transport.ring import Message
+from drumline.transport.service import Service
+from drumline.transport.waiter import Waiter, deadline_after
+
+SLOT_BYTES = 16384
+SLOTS = 64
+_WRITER_RINGER = 1
+
+
+class _Watch:
+    """Asks death sources and links, in a thread of its own that sleeps until there is news."""
+
+    def __init__(self, name: str, links: Sequence[Link], deaths: Sequence[DeathSource], waiter: Waiter) -> None:
+        self._links = links
+        self._deaths = {source.fileno(): source for source in deaths}
+        self._waiter = waiter
+        self.over = ""
+        """Why the other side cannot be expected any more: the first news of it."""
+        self._service = Service(
+            name, [*self._deaths, *(fd for link in links for fd in link.fds)], self._serve, _nothing
+        )
+
+    def _serve(self, ready: Sequence[int]) -> None:
+        found = ""
+        for link in self._links:
+            before = link.fds
+            if link.look(ready):
+                found = found or link.over
+                for fd in before:
+                    self._service.forget(fd)
+                for fd in link.fds:
+                    self._service.watch(fd)
+        for fd in ready:
+            source = self._deaths.get(fd)
+            if source is not None:
+                found = found or source.reason
+                self._service.forget(fd)
+        if found and not self.over:
+            self.over = found
+            self._waiter.ring()
+
+    def stop(self) -> None:
+        self._service.stop()
+
+
+class _LocalEnd:
+    """The writer's half of the part in shared memory."""
+
+    def __init__(self, name: str, n_readers: int, slot_bytes: int, slots: int, waiter: Waiter) -> None:
+        self._waiter = waiter
+        self._queue = BroadcastQueue.create(name, slot_bytes, slots, n_readers)
+        self._waiters = [Waiter.create(f"{name}-{i}") for i in range(n_readers)]
+        self._bells = [reader.ringer(_WRITER_RINGER) for reader in self._waiters]
+        self._writer = self._queue.writer(self._bells, "slots or slot_bytes")
+        pairs = [link_pair(f"local reader {i}") for i in range(n_readers)]
+        self.links = [ours for ours, _ in pairs]
+        self._theirs = [theirs for _, theirs in pairs]
+        self._written: deque[tuple[int, float]] = deque(maxlen=slots)
+        """What the ring had counted after each message that may be unread, and when."""
+
+    def fds(self, index: int) -> tuple[int, ...]:
+        return (self._queue.fd, self._waiter.fd, self._waiters[index].fd, self._theirs[index].fileno())
+
+    def try_write(self, encoded: Encoded) -> bool:
+        kind, parts = inline(encoded)
+        if not self._writer.try_write(parts, kind):
+            return False
+        self._written.append((self._writer.written, time.monotonic()))
+        return True
+
+    def laggards(self) -> list[str]:
+        now = time.monotonic()
+        lines = []
+        for link, behind in zip(self.links, self._writer.backlog(), strict=True):
+            if behind:
+                read = self._writer.written - behind
+                unread = [when for count, when in self._written if (count - read - 1) & 0xFFFFFFFF < 2**31]
+                since = f" for {now - unread[0]:.1f} s" if unread else ""
+                attached = "" if link.pid else " (and has never attached)"
+                lines.append(f"{link.name} has not read {len(unread)} message(s){since}{attached}")
+        return lines
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+        for theirs in self._theirs:
+            theirs.close()
+        self._writer.close()
+        for bell in self._bells:
+            bell.close()
+        for waiter in self._waiters:
+            waiter.close()
+        self._queue.close()
+
+
+class MessageQueue:
+    """The writing end of a queue, and what makes it: any Python object to every reader.
+
+    ::
+
+        with MessageQueue(local_readers=2) as queue:
+            for handle in queue.handles:
+                multiprocessing.Process(target=work, args=(handle,)).start()
+            queue.enqueue({"step": 1, "tokens": array})
+
+        def work(handle):
+            with MessageQueue.attach(handle) as reader:
+                obj = reader.dequeue(timeout=10)
+
+    Arrays and tensors arrive read-only, see :mod:`drumline.transport.codec`. Any thread may enqueue. A reader that dies
+    or closes its end breaks the queue: every later :meth:`enqueue` raises ChannelClosedError and says who it was.
+    """
+
+    def __init__(
+        self,
+        local_readers: int = 1,
+        remote_readers: int = 0,
+        *,
+        host: str = "",
+        port: int = 0,
+        slot_bytes: int = SLOT_BYTES,
+        slots: int = SLOTS,
+        remote: RemoteOptions | None = None,
+        codec: CodecRegistry | None = None,
+        deaths: Sequence[DeathSource] = (),
+        name: str = "queue",
+    ) -> None:
+        """Make a queue; the readers need not exist yet.
+
+        Args:
+            local_readers: readers on this machine (threads or processes), at most 254.
+            remote_readers: readers that connect over TCP.
+            host: address of this machine to listen on, with remote readers: one that they can reach; never a wildcard.
+            port: 0 for any free one.
+            slot_bytes: of the ring. A message takes as many slots as it needs.
+            slots: of the ring.
+            remote: limits and time limits for remote readers.
+            codec: for types that have a codec of their own; both ends need the same.
+            deaths: what else tells that a reader is gone: their processes, for readers that may never attach. Links to
+                readers that have attached tell of themselves.
+            name: for messages and /proc.
+
+        ConfigError if that cannot work.
+
+        """
+        if not 0 <= local_readers <= 254 or remote_readers < 0 or not local_readers + remote_readers:
+            raise ConfigError(f"a queue has readers: {local_readers} local (at most 254), {remote_readers} remote")
+        if remote_readers and not host:
+            raise ConfigError("remote readers need host: the address of this machine that they connect to")
+        self.name = name
+        self._codec = codec or CodecRegistry()
+        self._turn = threading.Lock()
+        self._maker = os.getpid()
+        self._closed = False
+        self._waiter = Waiter.create(f"{name}-writer")
+        self._remote: RemoteWriter | None = None
+        if remote_readers:
+            try:
+                self._remote = RemoteWriter(host, remote_readers, self._waiter.ring, remote, port)
+            except BaseException:
+                self._waiter.close()
+                raise
+        self._local = _LocalEnd(name, local_readers, slot_bytes, slots, self._waiter) if local_readers else None
+        links = self._local.links if self._local is not None else []
+        self._watch = _Watch(f"{name}-watch", links, deaths, self._waiter)
+
+    @staticmethod
+    def attach(
+        handle: QueueHandle, codec: CodecRegistry | None = None, deaths: Sequence[DeathSource] = ()
+    ) -> QueueReader:
+        """Open a reader's end, in its process; the handle is used up. ``deaths``: what else tells of the writer's."""
+        return QueueReader(handle, codec, deaths)
+
+    @property
+    def handles(self) -> list[QueueHandle]:
+        """One for each reader: the local ones, then the remote ones. Each goes to one process (or thread)."""
+        found = []
+        writer = f"the writer of {self.name}"
+        if self._local is not None:
+            for index in range(len(self._local.links)):
+                data = HandleData(queue=self.name, index=index, writer=writer)
+                found.append(QueueHandle(data, self._local.fds(index), owned=False))
+        for remote in self._remote.handles if self._remote is not None else ():
+            data = HandleData(queue=self.name, index=remote.index, writer=writer, remote=remote)
+            found.append(QueueHandle(data, (), owned=False))
+        return found
+
+    @property
+    def url(self) -> str:
+        """Where remote readers connect; empty without any."""
+        return self._remote.url if self._remote is not None else ""
+
+    def enqueue(self, obj: Any, timeout: float | None = None) -> None:
+        """Send one object to all readers; wait for room for at most ``timeout`` seconds (None: as long as they live).
+
+        It is encoded once, and written when this returns: the caller may change it then. Raises:
+
+        QueueTimeoutError (a TimeoutError): no room. It names who has not read, how much, since when. Nothing was sent.
+        ChannelClosedError: a reader is gone, or the queue was closed.
+        MessageTooLargeError: it can never fit.
+        Whatever pickling raises for what cannot be sent.
+        """
+        deadline = deadline_after(timeout)
+        encoded = self._codec.encode(obj)
+        self._check()
+        if not self._turn.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
+            raise QueueTimeoutError(f"{self.name}: no turn within {timeout:g} s: another thread waits for room")
+        try:
+            if not self._try(encoded) and self._waiter.wait(lambda: self._try(encoded) or None, deadline) is None:
+                who = "; ".join(self.laggards()) or "all have read everything by now"
+                raise QueueTimeoutError(f"{self.name}: no room within {timeout:g} s: {who}")
+        finally:
+            self._turn.release()
+
+    def _try(self, encoded: Encoded) -> bool:
+        """All readers or none."""
+        self._check()
+        remote = self._remote
+        if remote is not None and not remote.ready(encoded[1], encoded[2]):
+            return False
+        if self._local is not None and not self._local.try_write(encoded):
+            return False
+        if remote is not None:
+            remote.write(encoded[1], encoded[0], encoded[2])
+        return True
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ChannelClosedError(f"{self.name}: this queue is closed")
+        if self._watch.over:
+            raise ChannelClosedError(f"{self.name}: {self._watch.over}")
+        if self._remote is not None:
+            self._remote.check()
+
+    def laggards(self) -> list[str]:
+        """A line for each reader that has not read everything: who, how much, since when."""
+        local = self._local.laggards() if self._local is not None else []
+        return local + (self._remote.laggards() if self._remote is not None else [])
+
+    def close(self, linger_s: float = 5.0) -> None:
+        """Nothing more comes: readers get what was sent, then ChannelClosedError. Idempotent.
+
+        Waits up to ``linger_s`` for remote readers to receive what is under way.
+        """
+        if self._closed or os.getpid() != self._maker:
+            return
+        self._closed = True
+        self._waiter.ring()
+        with self._turn:
+            self._watch.stop()
+            if self._remote is not None:
+                self._remote.close(linger_s)
+            if self._local is not None:
+                self._local.close()
+            self._waiter.close()
+
+    def __enter__(self) -> MessageQueue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class QueueReader:
+    """A reading end (:meth:`MessageQueue.attach`). For one thread."""
+
+    def __init__(
+        self, handle: QueueHandle, codec: CodecRegistry | None = None, deaths: Sequence[DeathSource] = ()
+    ) -> None:
+        """See :meth:`MessageQueue.attach`."""
+        data = handle.data
+        self.name = data.queue
+        self._codec = codec or CodecRegistry()
+        self._closed = False
+        self._writer = data.writer
+        self._remote: RemoteReader | None = None
+        self._link: Link | None = None
+        if data.remote is not None:
+            self._waiter = Waiter.create(f"{data.queue}-reader")
+            self._remote = RemoteReader(data.remote, self._waiter.ring)
+            self._writer = self._remote.name
+        else:
+            self._attach(handle.take(), data)
+        self._watch = _Watch(f"{data.queue}-watch", [self._link] if self._link else [], deaths, self._waiter)
+
+    def _attach(self, fds: Sequence[int], data: HandleData) -> None:
+        ring, writer_bell, own_bell, link = fds
+        try:
+            self._waiter = Waiter.attach(own_bell)
+            self._bell = Doorbell.attach(writer_bell, 1 + data.index)
+            self._queue = BroadcastQueue.attach(ring)
+            self._reader = self._queue.reader(data.index, self._bell)
+        finally:
+            for fd in fds[:-1]:
+                os.close(fd)
+        self._link = attach_link(link, data.writer)
+
+    def dequeue(self, timeout: float | None = None) -> Any:
+        """The next object; wait for it for at most ``timeout`` seconds (None: as long as the writer lives).
+
+        This reader keeps nothing of it. Raises:
+
+        QueueTimeoutError (a TimeoutError): none came.
+        ChannelClosedError: everything was read and nothing more will come; it says why.
+        Whatever unpickling raises; the message is gone then, and the next one can be read.
+        """
+        message: Message | RemoteMessage | None = self._waiter.wait(self._poll, deadline_after(timeout))
+        if message is None:
+            raise QueueTimeoutError(f"{self.name}: {self._name_writer()} has sent nothing within {timeout:g} s")
+        try:
+            return self._codec.decode(message.kind, message.data, getattr(message, "buffers", ()))
+        finally:
+            message.release()
+
+    def _name_writer(self) -> str:
+        return self._link.name if self._link is not None else self._writer
+
+    def _poll(self) -> Message | RemoteMessage | None:
+        if self._closed:
+            raise ChannelClosedError(f"{self.name}: this reader is closed")
+        over = self._watch.over  # looked at first: what was written before it is found below
+        message: Message | RemoteMessage | None
+        message = self._reader.poll() if self._remote is None else self._remote.poll()
+        if message is None and over:
+            raise ChannelClosedError(f"{self.name}: {over}")
+        return message
+
+    def __iter__(self) -> Iterator[Any]:
+        """Objects until the writer closes the queue. ChannelClosedError if it dies."""
+        while True:
+            try:
+                obj = self.dequeue()
+            except ChannelClosedError:
+                if self._ended_well():
+                    return
+                raise
+            yield obj
+            del obj  # it is garbage before the next one is waited for, unless the caller keeps it
+
+    def _ended_well(self) -> bool:
+        if self._remote is not None:
+            return self._remote.ended
+        return self._link is not None and self._link.closed
+
+    def close(self) -> None:
+        """Read no more: the writer learns at once. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._watch.stop()
+        if self._remote is not None:
+            self._remote.close()
+        else:
+            self._reader.close()
+            self._queue.close()
+            self._bell.close()
+        if self._link is not None:
+            self._link.close()
+        self._waiter.close()
+
+    def __enter__(self) -> QueueReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
