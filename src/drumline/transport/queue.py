@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from drumline.errors import ChannelClosedError, ConfigError, QueueTimeoutError
 from drumline.transport.broadcast import BroadcastQueue
@@ -30,14 +30,23 @@ from drumline.transport.deaths import DeathSource
 from drumline.transport.doorbell import Doorbell
 from drumline.transport.handles import HandleData, QueueHandle
 from drumline.transport.links import Link, attach_link, link_pair
-from drumline.transport.remote import RemoteMessage, RemoteOptions, RemoteReader, RemoteWriter
-from drumline.transport.ring import Message
+from drumline.transport.remote import RemoteOptions, RemoteReader, RemoteWriter
 from drumline.transport.service import Service
 from drumline.transport.waiter import Waiter, deadline_after
 
 SLOT_BYTES = 16384
 SLOTS = 64
 _WRITER_RINGER = 1
+
+
+class AnyMessage(Protocol):
+    """What both kinds of messages have."""
+
+    kind: int
+    data: memoryview
+
+    def release(self) -> None:
+        """Let go of its memory."""
 
 
 class _Watch:
@@ -49,9 +58,9 @@ class _Watch:
         self._waiter = waiter
         self.over = ""
         """Why the other side cannot be expected any more: the first news of it."""
-        self._service = Service(
-            name, [*self._deaths, *(fd for link in links for fd in link.fds)], self._serve, _nothing
-        )
+        fds = [*self._deaths, *(fd for link in links for fd in link.fds)]
+        self._service = Service(name, fds, self._serve)
+        self._service.start()
 
     def _serve(self, ready: Sequence[int]) -> None:
         found = ""
@@ -337,7 +346,7 @@ class QueueReader:
         ChannelClosedError: everything was read and nothing more will come; it says why.
         Whatever unpickling raises; the message is gone then, and the next one can be read.
         """
-        message: Message | RemoteMessage | None = self._waiter.wait(self._poll, deadline_after(timeout))
+        message = self._waiter.wait(self._poll, deadline_after(timeout))
         if message is None:
             raise QueueTimeoutError(f"{self.name}: {self._name_writer()} has sent nothing within {timeout:g} s")
         try:
@@ -348,11 +357,11 @@ class QueueReader:
     def _name_writer(self) -> str:
         return self._link.name if self._link is not None else self._writer
 
-    def _poll(self) -> Message | RemoteMessage | None:
+    def _poll(self) -> AnyMessage | None:
         if self._closed:
             raise ChannelClosedError(f"{self.name}: this reader is closed")
         over = self._watch.over  # looked at first: what was written before it is found below
-        message: Message | RemoteMessage | None
+        message: AnyMessage | None
         message = self._reader.poll() if self._remote is None else self._remote.poll()
         if message is None and over:
             raise ChannelClosedError(f"{self.name}: {over}")

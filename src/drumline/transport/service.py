@@ -13,10 +13,11 @@ _JOIN_S = 5.0
 
 
 class Service:
-    """Runs ``serve(ready)`` in a daemon thread from :meth:`start` on: at once, whenever descriptors of :meth:`watch` wake, when told to
-    (:meth:`wake`), and at the time (``time.monotonic()``; None: never) that it returned last.
+    """Runs ``serve(ready)`` in a daemon thread from :meth:`start` on.
 
-    ``ready`` are the descriptors that woke. ``end`` runs in the thread when it ends, or in :meth:`stop` if it never ran.
+    That is: at once, whenever descriptors of :meth:`watch` wake, when told to (:meth:`wake`), and at the time
+    (``time.monotonic()``; None: never) that it returned last. ``ready`` are the descriptors that woke. ``end`` runs in
+    the thread when it ends, or in :meth:`stop` if it never ran.
     """
 
     def __init__(
