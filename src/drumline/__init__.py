@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from drumline.plan.sampling import SamplingParams as SamplingParams
     from drumline.text.results import CompletionOutput as CompletionOutput
     from drumline.text.results import RequestOutput as RequestOutput
+    from drumline.transport.queue import MessageQueue as MessageQueue
     from drumline.worker import Worker as Worker
     from drumline.worker import WorkerContext as WorkerContext
 
@@ -43,6 +44,7 @@ __all__ = [
     "DrumlineError",
     "EngineConfig",
     "Executor",
+    "MessageQueue",
     "ModelConfig",
     "ParallelConfig",
     "ProcessConfig",
@@ -66,6 +68,7 @@ _HOMES = {
     "DrumlineError": "drumline.errors",
     "EngineConfig": "drumline.config",
     "Executor": "drumline.executor",
+    "MessageQueue": "drumline.transport.queue",
     "ModelConfig": "drumline.config",
     "ParallelConfig": "drumline.config",
     "ProcessConfig": "drumline.config",

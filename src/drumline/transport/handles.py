@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from drumline.errors import ChannelClosedError, TransportError
-from drumline.transport.remote import RemoteHandle
+from drumline.transport.remote_options import RemoteHandle
 
 _LENGTH = struct.Struct("<I")
 _MAX_BYTES = 1 << 16

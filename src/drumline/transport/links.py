@@ -19,6 +19,8 @@ import socket
 import struct
 from collections.abc import Sequence
 
+from drumline.errors import TransportError
+
 _HELLO, _CLOSED = b"H", b"C"
 _PID = struct.Struct("<I")
 
@@ -105,8 +107,15 @@ def link_pair(reader: str) -> tuple[Link, socket.socket]:
 
 
 def attach_link(fd: int, writer: str) -> Link:
-    """The reader's end; takes over the descriptor. ``writer``: the other side's name."""
-    link = Link(socket.socket(fileno=fd), writer)
-    link.greet()
+    """The reader's end; takes over the descriptor. ``writer``: the other side's name.
+
+    TransportError if somebody else has attached here before.
+    """
+    sock = socket.socket(fileno=fd)
+    link = Link(sock, writer)
     link.look(())
+    if not link.pid:
+        sock.close()
+        raise TransportError(f"this handle for a reader of {writer} is in use already: each goes to one reader")
+    link.greet()
     return link

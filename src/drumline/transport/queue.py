@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from drumline.errors import ChannelClosedError, ConfigError, QueueTimeoutError
 from drumline.transport.broadcast import BroadcastQueue
@@ -30,12 +30,16 @@ from drumline.transport.deaths import DeathSource
 from drumline.transport.doorbell import Doorbell
 from drumline.transport.handles import HandleData, QueueHandle
 from drumline.transport.links import Link, attach_link, link_pair
-from drumline.transport.remote import RemoteOptions, RemoteReader, RemoteWriter
+from drumline.transport.remote_options import RemoteOptions
 from drumline.transport.service import Service
 from drumline.transport.waiter import Waiter, deadline_after
 
+if TYPE_CHECKING:
+    from drumline.transport.remote import RemoteReader, RemoteWriter  # at run time only who uses them imports ZMQ
+
 SLOT_BYTES = 16384
 SLOTS = 64
+LINGER_S = 5.0
 _WRITER_RINGER = 1
 
 
@@ -66,8 +70,9 @@ class _Watch:
         found = ""
         for link in self._links:
             before = link.fds
-            if link.look(ready):
-                found = found or link.over
+            changed = link.look(ready)
+            found = found or link.over
+            if changed:
                 for fd in before:
                     self._service.forget(fd)
                 for fd in link.fds:
@@ -197,6 +202,8 @@ class MessageQueue:
         self._waiter = Waiter.create(f"{name}-writer")
         self._remote: RemoteWriter | None = None
         if remote_readers:
+            from drumline.transport.remote import RemoteWriter
+
             try:
                 self._remote = RemoteWriter(host, remote_readers, self._waiter.ring, remote, port)
             except BaseException:
@@ -279,7 +286,7 @@ class MessageQueue:
         local = self._local.laggards() if self._local is not None else []
         return local + (self._remote.laggards() if self._remote is not None else [])
 
-    def close(self, linger_s: float = 5.0) -> None:
+    def close(self, linger_s: float = LINGER_S) -> None:
         """Nothing more comes: readers get what was sent, then ChannelClosedError. Idempotent.
 
         Waits up to ``linger_s`` for remote readers to receive what is under way.
@@ -299,8 +306,8 @@ class MessageQueue:
     def __enter__(self) -> MessageQueue:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(LINGER_S if kind is None else 0.0)
 
 
 class QueueReader:
@@ -318,6 +325,8 @@ class QueueReader:
         self._remote: RemoteReader | None = None
         self._link: Link | None = None
         if data.remote is not None:
+            from drumline.transport.remote import RemoteReader
+
             self._waiter = Waiter.create(f"{data.queue}-reader")
             self._remote = RemoteReader(data.remote, self._waiter.ring)
             self._writer = self._remote.name
@@ -328,6 +337,7 @@ class QueueReader:
     def _attach(self, fds: Sequence[int], data: HandleData) -> None:
         ring, writer_bell, own_bell, link = fds
         try:
+            self._link = attach_link(link, data.writer)
             self._waiter = Waiter.attach(own_bell)
             self._bell = Doorbell.attach(writer_bell, 1 + data.index)
             self._queue = BroadcastQueue.attach(ring)
@@ -335,7 +345,6 @@ class QueueReader:
         finally:
             for fd in fds[:-1]:
                 os.close(fd)
-        self._link = attach_link(link, data.writer)
 
     def dequeue(self, timeout: float | None = None) -> Any:
         """The next object; wait for it for at most ``timeout`` seconds (None: as long as the writer lives).
@@ -346,6 +355,7 @@ class QueueReader:
         ChannelClosedError: everything was read and nothing more will come; it says why.
         Whatever unpickling raises; the message is gone then, and the next one can be read.
         """
+        self._check()
         message = self._waiter.wait(self._poll, deadline_after(timeout))
         if message is None:
             raise QueueTimeoutError(f"{self.name}: {self._name_writer()} has sent nothing within {timeout:g} s")
@@ -357,9 +367,12 @@ class QueueReader:
     def _name_writer(self) -> str:
         return self._link.name if self._link is not None else self._writer
 
-    def _poll(self) -> AnyMessage | None:
+    def _check(self) -> None:
         if self._closed:
             raise ChannelClosedError(f"{self.name}: this reader is closed")
+
+    def _poll(self) -> AnyMessage | None:
+        self._check()
         over = self._watch.over  # looked at first: what was written before it is found below
         message: AnyMessage | None
         message = self._reader.poll() if self._remote is None else self._remote.poll()

@@ -46,55 +46,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-import msgspec
 import zmq
 
 from drumline.errors import ChannelClosedError, ConfigError, MessageTooLargeError, TransportError
 from drumline.transport import remote_wire as wire
 from drumline.transport.gate import Gate, curve_keys, events
+from drumline.transport.remote_options import RemoteHandle, RemoteOptions
 from drumline.transport.ring import Part
 from drumline.transport.service import Service
 
 log = logging.getLogger("drumline.transport")
 
 _BYE_LINGER_MS = 200
-
-
-@dataclass(frozen=True, kw_only=True)
-class RemoteOptions:
-    """Settings of a remote queue; the writer's count, its readers get them with their handles. Seconds and bytes."""
-
-    window_bytes: int = 64 << 20
-    """What the writer keeps until all readers have read it. One message may be larger; it goes alone."""
-    max_message_bytes: int = 1 << 30
-    """Larger messages are refused, by the writer and by readers."""
-    heartbeat_s: float = 5.0
-    """A silent connection is probed after this time, and ends when it stays silent for twice as long again."""
-    reconnect_s: float = 10.0
-    """A peer without a connection for this long is gone for good."""
-    connect_s: float = 300.0
-    """A peer that has not connected for the first time after this long is gone."""
-
-    def __post_init__(self) -> None:
-        for name in ("window_bytes", "max_message_bytes", "heartbeat_s", "reconnect_s", "connect_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is more than 0, not {getattr(self, name)!r}")
-
-
-class RemoteHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader needs to connect. It holds the reader's secret key: send it where only that reader gets it."""
-
-    url: str
-    index: int
-    server_key: bytes
-    public_key: bytes
-    secret_key: bytes
-    options: RemoteOptions
-
-    def __repr__(self) -> str:
-        return f"RemoteHandle({self.url}, reader {self.index})"
 
 
 def _configure(sock: zmq.Socket[bytes], options: RemoteOptions) -> None:
@@ -404,8 +368,8 @@ class RemoteWriter:
         self._context.term()
 
     def _nothing_owed(self) -> bool:
-        """Whoever ever came has everything, or is gone."""
-        return all(peer.has_all or peer.gone or not peer.session for peer in self._peers)
+        """Everyone has everything, or is gone; who never came is not waited for if there is nothing to have."""
+        return all(peer.has_all or peer.gone or not (peer.session or self._outbox.next_seq) for peer in self._peers)
 
 
 class RemoteMessage:
@@ -617,4 +581,4 @@ _READER_EVENTS = (
     | zmq.EVENT_DISCONNECTED
 )
 
-__all__ = ["RemoteHandle", "RemoteMessage", "RemoteOptions", "RemoteReader", "RemoteWriter"]
+__all__ = ["RemoteMessage", "RemoteReader", "RemoteWriter"]

@@ -1,0 +1,44 @@
+"""Settings of a remote queue, and what a reader needs to connect. Without ZMQ, which only those import who use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from drumline.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteOptions:
+    """Settings of a remote queue; the writer's count, its readers get them with their handles. Seconds and bytes."""
+
+    window_bytes: int = 64 << 20
+    """What the writer keeps until all readers have read it. One message may be larger; it goes alone."""
+    max_message_bytes: int = 1 << 30
+    """Larger messages are refused, by the writer and by readers."""
+    heartbeat_s: float = 5.0
+    """A silent connection is probed after this time, and ends when it stays silent for twice as long again."""
+    reconnect_s: float = 10.0
+    """A peer without a connection for this long is gone for good."""
+    connect_s: float = 300.0
+    """A peer that has not connected for the first time after this long is gone."""
+
+    def __post_init__(self) -> None:
+        for name in ("window_bytes", "max_message_bytes", "heartbeat_s", "reconnect_s", "connect_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is more than 0, not {getattr(self, name)!r}")
+
+
+class RemoteHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader needs to connect. It holds the reader's secret key: send it where only that reader gets it."""
+
+    url: str
+    index: int
+    server_key: bytes
+    public_key: bytes
+    secret_key: bytes
+    options: RemoteOptions
+
+    def __repr__(self) -> str:
+        return f"RemoteHandle({self.url}, reader {self.index})"
