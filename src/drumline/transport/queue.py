@@ -7,8 +7,8 @@
 
 Every reader gets every message, in order. A writer for whom there is no room waits (nothing is dropped), readers wait
 for messages; both sleep without any cost, end with a deadline if they are given one, and at once when the other side
-dies or closes. What is where: ring.py and broadcast.py (memory), remote.py (TCP), codec.py (objects), links.py and
-deaths.py (who lives), handles.py (what is sent to a reader's process).
+dies or closes. What is where: ring.py, arena.py and broadcast.py (memory), remote.py (TCP), codec.py (objects), links.py
+and deaths.py (who lives), handles.py (what is sent to a reader's process).
 
 Locks. ``_turn`` makes the whole of an enqueue one act, since the ring has one writer and a message goes to all readers
 or to none. The service thread never takes it: it notes who is gone and rings.
@@ -20,12 +20,12 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from drumline.errors import ChannelClosedError, ConfigError, QueueTimeoutError
+from drumline.errors import ChannelClosedError, ConfigError, QueueTimeoutError, RPCTimeoutError
 from drumline.transport.broadcast import BroadcastQueue
-from drumline.transport.codec import CodecRegistry, Encoded, inline
+from drumline.transport.codec import CodecRegistry, Encoded
 from drumline.transport.deaths import DeathSource
 from drumline.transport.doorbell import Doorbell
 from drumline.transport.handles import HandleData, QueueHandle
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 SLOT_BYTES = 16384
 SLOTS = 64
+ARENA_BYTES = 64 << 20
 LINGER_S = 5.0
 _WRITER_RINGER = 1
 
@@ -48,6 +49,7 @@ class AnyMessage(Protocol):
 
     kind: int
     data: memoryview
+    buffers: Sequence[memoryview]
 
     def release(self) -> None:
         """Let go of its memory."""
@@ -93,27 +95,29 @@ class _Watch:
 class _LocalEnd:
     """The writer's half of the part in shared memory."""
 
-    def __init__(self, name: str, n_readers: int, slot_bytes: int, slots: int, waiter: Waiter) -> None:
+    def __init__(self, name: str, n_readers: int, sizes: tuple[int, int, int], largest: int, waiter: Waiter) -> None:
+        slot_bytes, slots, arena_bytes = sizes
+        names = [f"local reader {i}" for i in range(n_readers)]
         self._waiter = waiter
-        self._queue = BroadcastQueue.create(name, slot_bytes, slots, n_readers)
-        self._waiters = [Waiter.create(f"{name}-{i}") for i in range(n_readers)]
+        self._queue = BroadcastQueue.create(name, slot_bytes, slots, n_readers, arena_bytes)
+        self._waiters = [Waiter.create(f"{name}-{i}", n_readers + 1) for i in range(n_readers)]
         self._bells = [reader.ringer(_WRITER_RINGER) for reader in self._waiters]
-        self._writer = self._queue.writer(self._bells, "slots or slot_bytes")
-        pairs = [link_pair(f"local reader {i}") for i in range(n_readers)]
+        self._writer = self._queue.writer(self._bells, "slots or slot_bytes", largest, names)
+        pairs = [link_pair(name) for name in names]
         self.links = [ours for ours, _ in pairs]
         self._theirs = [theirs for _, theirs in pairs]
         self._written: deque[tuple[int, float]] = deque(maxlen=slots)
         """What the ring had counted after each message that may be unread, and when."""
 
     def fds(self, index: int) -> tuple[int, ...]:
-        return (self._queue.fd, self._waiter.fd, self._waiters[index].fd, self._theirs[index].fileno())
+        arena = self._queue.arena_fd
+        own = (self._queue.fd, self._waiter.fd, self._waiters[index].fd, self._theirs[index].fileno())
+        return own if arena < 0 else (*own, arena)
 
-    def try_write(self, encoded: Encoded) -> bool:
-        kind, parts = inline(encoded)
-        if not self._writer.try_write(parts, kind):
-            return False
+    def write(self, encoded: Encoded, deadline: float | None, alive: Callable[[], None]) -> None:
+        kind, parts, buffers = encoded
+        self._writer.enqueue(parts, self._waiter, deadline, alive, kind, buffers)
         self._written.append((self._writer.written, time.monotonic()))
-        return True
 
     def laggards(self) -> list[str]:
         now = time.monotonic()
@@ -167,6 +171,7 @@ class MessageQueue:
         port: int = 0,
         slot_bytes: int = SLOT_BYTES,
         slots: int = SLOTS,
+        arena_bytes: int = ARENA_BYTES,
         remote: RemoteOptions | None = None,
         codec: CodecRegistry | None = None,
         deaths: Sequence[DeathSource] = (),
@@ -181,7 +186,9 @@ class MessageQueue:
             port: 0 for any free one.
             slot_bytes: of the ring. A message takes as many slots as it needs.
             slots: of the ring.
-            remote: limits and time limits for remote readers.
+            arena_bytes: of the memory for large buffers, which local readers look at where they lie; 0: none, then
+                everything goes through the ring. All memory is taken as it is used.
+            remote: time limits for remote readers; its ``max_message_bytes`` holds for all readers.
             codec: for types that have a codec of their own; both ends need the same.
             deaths: what else tells that a reader is gone: their processes, for readers that may never attach. Links to
                 readers that have attached tell of themselves.
@@ -199,7 +206,7 @@ class MessageQueue:
         self._turn = threading.Lock()
         self._maker = os.getpid()
         self._closed = False
-        self._waiter = Waiter.create(f"{name}-writer")
+        self._waiter = Waiter.create(f"{name}-writer", local_readers + 1)
         self._remote: RemoteWriter | None = None
         if remote_readers:
             from drumline.transport.remote import RemoteWriter
@@ -209,7 +216,11 @@ class MessageQueue:
             except BaseException:
                 self._waiter.close()
                 raise
-        self._local = _LocalEnd(name, local_readers, slot_bytes, slots, self._waiter) if local_readers else None
+        self._local: _LocalEnd | None = None
+        if local_readers:
+            largest = (remote or RemoteOptions()).max_message_bytes
+            sizes = (slot_bytes, slots, arena_bytes)
+            self._local = _LocalEnd(name, local_readers, sizes, largest, self._waiter)
         links = self._local.links if self._local is not None else []
         self._watch = _Watch(f"{name}-watch", links, deaths, self._waiter)
 
@@ -255,23 +266,31 @@ class MessageQueue:
         if not self._turn.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
             raise QueueTimeoutError(f"{self.name}: no turn within {timeout:g} s: another thread waits for room")
         try:
-            if not self._try(encoded) and self._waiter.wait(lambda: self._try(encoded) or None, deadline) is None:
-                who = "; ".join(self.laggards()) or "all have read everything by now"
-                raise QueueTimeoutError(f"{self.name}: no room within {timeout:g} s: {who}")
+            self._send(encoded, deadline)
+        except QueueTimeoutError:
+            who = "; ".join(self.laggards()) or "all have read everything by now"
+            raise QueueTimeoutError(f"{self.name}: no room within {timeout:g} s: {who}") from None
         finally:
             self._turn.release()
 
-    def _try(self, encoded: Encoded) -> bool:
-        """All readers or none."""
-        self._check()
+    def _send(self, encoded: Encoded, deadline: float | None) -> None:
+        """To all readers or to none: remote ones only promise room before the local ones get it."""
+        kind, parts, buffers = encoded
         remote = self._remote
-        if remote is not None and not remote.ready(encoded[1], encoded[2]):
-            return False
-        if self._local is not None and not self._local.try_write(encoded):
-            return False
+
+        def promised() -> bool | None:
+            self._check()
+            return remote is None or remote.ready(parts, buffers) or None
+
+        if not promised() and self._waiter.wait(promised, deadline) is None:
+            raise QueueTimeoutError
+        if self._local is not None:
+            try:
+                self._local.write(encoded, deadline, self._check)
+            except RPCTimeoutError:
+                raise QueueTimeoutError from None
         if remote is not None:
-            remote.write(encoded[1], encoded[0], encoded[2])
-        return True
+            remote.write(parts, kind, buffers)
 
     def _check(self) -> None:
         if self._closed:
@@ -335,15 +354,15 @@ class QueueReader:
         self._watch = _Watch(f"{data.queue}-watch", [self._link] if self._link else [], deaths, self._waiter)
 
     def _attach(self, fds: Sequence[int], data: HandleData) -> None:
-        ring, writer_bell, own_bell, link = fds
+        ring, writer_bell, own_bell, link, *arena = fds
         try:
             self._link = attach_link(link, data.writer)
             self._waiter = Waiter.attach(own_bell)
             self._bell = Doorbell.attach(writer_bell, 1 + data.index)
-            self._queue = BroadcastQueue.attach(ring)
+            self._queue = BroadcastQueue.attach(ring, *arena)
             self._reader = self._queue.reader(data.index, self._bell)
         finally:
-            for fd in fds[:-1]:
+            for fd in (ring, writer_bell, own_bell, *arena):
                 os.close(fd)
 
     def dequeue(self, timeout: float | None = None) -> Any:
@@ -360,7 +379,7 @@ class QueueReader:
         if message is None:
             raise QueueTimeoutError(f"{self.name}: {self._name_writer()} has sent nothing within {timeout:g} s")
         try:
-            return self._codec.decode(message.kind, message.data, getattr(message, "buffers", ()))
+            return self._codec.decode(message.kind, message.data, message.buffers)
         finally:
             message.release()
 

@@ -379,14 +379,15 @@ class RemoteMessage:
 
     def __init__(self, reader: RemoteReader, received: wire.Received) -> None:
         self._reader = reader
-        self.kind, self.data, self.buffers, self._cost = received
+        self.kind, self.data, self._cost = received.kind, received.data, received.cost
+        self.buffers: Sequence[memoryview] = received.buffers
 
     def release(self) -> None:
         """It was read: the writer may let go of it. Idempotent."""
         if self._cost:
             cost, self._cost = self._cost, 0
             self.data.release()
-            self.buffers = []
+            self.buffers = ()
             self._reader._read(cost)
 
     def __enter__(self) -> RemoteMessage:
