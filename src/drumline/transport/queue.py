@@ -7,8 +7,8 @@
 
 Every reader gets every message, in order. A writer for whom there is no room waits (nothing is dropped), readers wait
 for messages; both sleep without any cost, end with a deadline if they are given one, and at once when the other side
-dies or closes. What is where: ring.py, arena.py and broadcast.py (memory), remote.py (TCP), codec.py (objects), links.py
-and deaths.py (who lives), handles.py (what is sent to a reader's process).
+dies or closes. What is where: ring.py, arena.py and broadcast.py (memory), remote.py (TCP), codec.py (objects),
+links.py and deaths.py (who lives), handles.py (what is sent to a reader's process).
 
 Locks. ``_turn`` makes the whole of an enqueue one act, since the ring has one writer and a message goes to all readers
 or to none. The service thread never takes it: it notes who is gone and rings.
