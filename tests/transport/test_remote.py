@@ -513,7 +513,7 @@ def test_a_reader_that_closes_is_known_at_once() -> None:
         for i in range(2):
             p.get(i)
         p.readers[1].close()
-        with pytest.raises(ChannelClosedError, match="remote reader 1 at 127.0.0.1 has closed its end"):
+        with pytest.raises(ChannelClosedError, match=r"remote reader 1 at 127.0.0.1 has closed its end"):
             p.waiter.wait(p.writer.check, time.monotonic() + 2)
 
 

@@ -1,8 +1,8 @@
 """Death sources: what tells a queue that the process at its other end is gone.
 
 A source is a descriptor that becomes readable then (a pidfd, the end of a control connection), as an object
-(:class:`DeathSource`) or with a name. So whoever waits costs nothing until it happens, and nobody guesses from time that
-has passed.
+(:class:`DeathSource`) or with a name. So whoever waits costs nothing until it happens, and nobody guesses from time
+that has passed.
 
 The executor has its own (:mod:`drumline.processes`: control connections, pidfds, one supervisor thread a process). Who
 uses a queue alone gives a :class:`DeathWatch` the pidfds of its peers, or any descriptors that become readable when a
