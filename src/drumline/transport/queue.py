@@ -58,10 +58,12 @@ class AnyMessage(Protocol):
 class _Watch:
     """Asks death sources and links, in a thread of its own that sleeps until there is news."""
 
-    def __init__(self, name: str, links: Sequence[Link], deaths: Sequence[DeathSource], waiter: Waiter) -> None:
+    def __init__(
+        self, name: str, links: Sequence[Link], deaths: Sequence[DeathSource], ring: Callable[[], None]
+    ) -> None:
         self._links = links
         self._deaths = {source.fileno(): source for source in deaths}
-        self._waiter = waiter
+        self._ring = ring
         self.over = ""
         """Why the other side cannot be expected any more: the first news of it."""
         fds = [*self._deaths, *(fd for link in links for fd in link.fds)]
@@ -86,7 +88,7 @@ class _Watch:
                 self._service.forget(fd)
         if found and not self.over:
             self.over = found
-            self._waiter.ring()
+            self._ring()
 
     def stop(self) -> None:
         self._service.stop()
@@ -222,7 +224,7 @@ class MessageQueue:
             sizes = (slot_bytes, slots, arena_bytes)
             self._local = _LocalEnd(name, local_readers, sizes, largest, self._waiter)
         links = self._local.links if self._local is not None else []
-        self._watch = _Watch(f"{name}-watch", links, deaths, self._waiter)
+        self._watch = _Watch(f"{name}-watch", links, deaths, self._waiter.ring)
 
     @staticmethod
     def attach(
@@ -316,10 +318,10 @@ class MessageQueue:
         self._waiter.ring()
         with self._turn:
             self._watch.stop()
-            if self._remote is not None:
-                self._remote.close(linger_s)
             if self._local is not None:
                 self._local.close()
+            if self._remote is not None:
+                self._remote.close(linger_s)
             self._waiter.close()
 
     def __enter__(self) -> MessageQueue:
@@ -346,12 +348,13 @@ class QueueReader:
         if data.remote is not None:
             from drumline.transport.remote import RemoteReader
 
-            self._waiter = Waiter.create(f"{data.queue}-reader")
-            self._remote = RemoteReader(data.remote, self._waiter.ring)
+            self._remote = RemoteReader(data.remote)
             self._writer = self._remote.name
         else:
             self._attach(handle.take(), data)
-        self._watch = _Watch(f"{data.queue}-watch", [self._link] if self._link else [], deaths, self._waiter)
+        waiter = self._remote or self._waiter
+        self._wait = waiter.wait
+        self._watch = _Watch(f"{data.queue}-watch", [self._link] if self._link else [], deaths, waiter.ring)
 
     def _attach(self, fds: Sequence[int], data: HandleData) -> None:
         ring, writer_bell, own_bell, link, *arena = fds
@@ -375,7 +378,7 @@ class QueueReader:
         Whatever unpickling raises; the message is gone then, and the next one can be read.
         """
         self._check()
-        message = self._waiter.wait(self._poll, deadline_after(timeout))
+        message = self._wait(self._poll, deadline_after(timeout))
         if message is None:
             raise QueueTimeoutError(f"{self.name}: {self._name_writer()} has sent nothing within {timeout:g} s")
         try:
@@ -428,9 +431,9 @@ class QueueReader:
             self._reader.close()
             self._queue.close()
             self._bell.close()
+            self._waiter.close()
         if self._link is not None:
             self._link.close()
-        self._waiter.close()
 
     def __enter__(self) -> QueueReader:
         return self

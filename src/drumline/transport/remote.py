@@ -3,10 +3,10 @@
 ::
 
     writer's process                                     reader's process
-    try_write, under the lock --> ROUTER --(IO thread)-- TCP --(IO thread)-- DEALER --> service thread: Inbox
-      Outbox keeps a copy                                                                 -> poll(), bell
-    service thread <-- ROUTER <--------- HELLO, ACK, END_RECEIVED, BYE <----------------  release() wakes it for an ACK
-      gate: who may come in
+    try_write, under the lock --> ROUTER --(IO thread)-- TCP --(IO thread)-- DEALER --> poll(), wait(): Inbox
+      Outbox keeps a copy
+    service thread <-- ROUTER <--------- HELLO, ACK, END_RECEIVED, BYE <------------- release(): ACK
+      gate: who may come in                                                           service thread: the connection
       -> bell of the writer's waiter: there is room, or a reader is gone
 
 The one who writes listens, on one address (see gate.py); readers connect. What they say to each other, credit and
@@ -22,10 +22,12 @@ silent ends after ``heartbeat_s`` and twice that: ZMQ's IO threads send and answ
 is said (END, BYE), so it is known at once. Who has other news of a death (a process that it supervises) has its own
 death source.
 
-**Threads.** The application's thread sends itself: a hand-over to the service thread would wait for the interpreter's
-lock, up to 5 ms while the application computes. A ROUTER is used by two threads, so by one at a time (a lock), and
-whoever used it takes what has come before it lets go, since ZMQ's descriptor does not wake again for that. On the
-reading side the service thread alone uses the sockets; ACKs are rare enough to be handed to it.
+**Threads.** The application's threads send and receive themselves: a hand-over to another thread costs a wake-up (30
+us) and the interpreter's lock, up to 5 ms while the application computes. So a socket is used by two threads, by one at
+a time (a lock), and whoever used it takes what has come before it lets go, since ZMQ's descriptor does not wake again
+for that. The service threads sleep until a connection comes or ends; the writer's takes what readers say, too, and the
+reader's takes its turn twice a second while messages flow, lest a reader that computes for long leave the end of the
+queue unanswered.
 
 **What idleness costs**, measured over 20 s with a heartbeat every 5 s, on 2 cores: 1.3 ms of CPU for the writer and
 0.8 ms for the reader (every 2 s: 2.0 and 1.6; none: 0.2 and 0.1), since no Python runs. TCP's keepalive would be free
@@ -42,10 +44,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import zmq
 
@@ -59,6 +63,9 @@ from drumline.transport.service import Service
 log = logging.getLogger("drumline.transport")
 
 _BYE_LINGER_MS = 200
+_TURN_S = 0.5  # how long a writer that closes may have to wait for a reader that computes
+
+T = TypeVar("T")
 
 
 def _configure(sock: zmq.Socket[bytes], options: RemoteOptions) -> None:
@@ -254,8 +261,9 @@ class RemoteWriter:
                 peer = self._peers[int(str(first.get("User-Id")))]
                 self._heard(peer, frames[0].bytes, first)
             except (TransportError, ValueError) as exc:
-                # a peer of ours that talks nonsense: a bug, or another version; it gets no answer, and so goes away
+                # a peer of ours that talks nonsense: a bug, or another version
                 self._gate.refusals.add(f"nonsense from a peer with a good key: {exc}")
+                self._refuse(frames[0].bytes, str(exc))
 
     def _heard(self, peer: _Peer, route: bytes, frame: zmq.Frame) -> None:
         body = frame.bytes
@@ -290,8 +298,7 @@ class RemoteWriter:
             except TransportError as exc:
                 refusal = str(exc)
         if refusal:
-            with contextlib.suppress(zmq.ZMQError):
-                self._router.send_multipart([route, bytes([wire.REFUSED]) + refusal.encode()], zmq.NOBLOCK)
+            self._refuse(route, refusal)
             return
         if peer.session:
             log.info("%s is back after %.1f s", peer.name, time.monotonic() - peer.since)
@@ -303,6 +310,10 @@ class RemoteWriter:
         if self._ended:
             self._send(peer, wire.pack_number(wire.END, self._outbox.next_seq))
         self._on_change()
+
+    def _refuse(self, route: bytes, why: str) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            self._router.send_multipart([route, bytes([wire.REFUSED]) + why.encode()], zmq.NOBLOCK)
 
     def _connection_ended(self, fd: int) -> None:
         for peer in self._peers:
@@ -398,14 +409,17 @@ class RemoteMessage:
 
 
 class RemoteReader:
-    """The reading end, for one thread. ``on_message`` is called from another one when :meth:`poll` has news."""
+    """The reading end, for one thread.
 
-    def __init__(self, handle: RemoteHandle, on_message: Callable[[], None]) -> None:
+    It is its own waiter (:meth:`wait`), unless ``on_message`` is given: that is then called, from another thread, when
+    :meth:`poll` has news, for who has other things to wait for as well. It costs one more change of threads a message.
+    """
+
+    def __init__(self, handle: RemoteHandle, on_message: Callable[[], None] | None = None) -> None:
         """Connect, which goes on in the background: nothing is waited for."""
         self.index = handle.index
         self._handle = handle
         self._options = options = handle.options
-        self._on_message = on_message
         self._session = os.urandom(16)
         self._inbox = wire.Inbox(options.max_message_bytes)
         self._ready: deque[wire.Received] = deque()
@@ -421,12 +435,23 @@ class RemoteReader:
         self._since = time.monotonic()
         self._grace = options.connect_s
         self._closed = False
+        self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
         self._setup(handle)
         self._monitor: zmq.Socket[bytes] = self._dealer.get_monitor_socket(_READER_EVENTS)
         self._dealer.connect(handle.url)
-        fds = (int(self._dealer.get(zmq.FD)), int(self._monitor.get(zmq.FD)))
+        self._direct = on_message is None
+        self._on_message = on_message or self.ring
+        self._waiting = False
+        self._alone = False
+        """The service thread leaves the socket to the one who waits."""
+        self._news = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        dealer_fd, monitor_fd = int(self._dealer.get(zmq.FD)), int(self._monitor.get(zmq.FD))
+        self._poll = select.poll()
+        self._poll.register(dealer_fd, select.POLLIN)
+        self._poll.register(self._news, select.POLLIN)
+        fds = (monitor_fd,) if self._direct else (monitor_fd, dealer_fd)
         self._service = Service("remote-reader", fds, self._serve, self._close_sockets)
         self._service.start()
 
@@ -457,27 +482,64 @@ class RemoteReader:
         ChannelClosedError once everything was read and nothing more will come: the writer closed the queue, or is gone.
         """
         if not self._ready:
-            if not (self._ended or self._failure or self._closed):
-                return None
-            if not self._ready:  # the last one may have come just before the end
+            if self._direct and not self._closed:
+                with self._lock:
+                    self._take()
+            over = self._ended or self._failure or self._closed
+            if not self._ready:
+                if not over:
+                    return None
                 raise ChannelClosedError(self._failure or f"{self.name} has closed the queue")
         if self._current is not None:
             raise TransportError("release a message before you take the next one")
         self._current = message = RemoteMessage(self, self._ready.popleft())
         return message
 
+    def wait(self, check: Callable[[], T | None], deadline: float | None = None) -> T | None:
+        """Like :meth:`Waiter.wait <drumline.transport.waiter.Waiter.wait>`; ``check`` calls :meth:`poll`.
+
+        Only without ``on_message``. Who changes anything else that ``check`` looks at calls :meth:`ring`.
+        """
+        while True:
+            result = check()
+            if result is not None:
+                return result
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return None
+            self._waiting = True
+            woken = self._poll.poll(None if left is None else left * 1000 + 1)
+            self._waiting = False
+            if self._alone:
+                self._alone = False
+                self._service.wake()
+            for fd, _ in woken:
+                if fd == self._news:
+                    with contextlib.suppress(BlockingIOError):
+                        os.eventfd_read(fd)
+
+    def ring(self) -> None:
+        """Have :meth:`wait` look again. From any thread."""
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._news, 1)
+
     def _read(self, cost: int) -> None:
         self._current = None
         self._messages_read += 1
         self._bytes_read += cost
-        if self._bytes_read >= self._options.window_bytes // 4 or self._messages_read <= self._wanted:
-            self._bytes_read = 0
+        if self._bytes_read < self._options.window_bytes // 4 and self._messages_read > self._wanted:
+            return
+        self._bytes_read = 0
+        if self._direct:
+            with self._lock:
+                self._tell()
+        else:
             self._service.wake()
 
-    # The service thread.
+    # Under the lock, in whichever thread.
 
-    def _serve(self, _: Sequence[int]) -> float | None:
-        self._look_at_connection()
+    def _take(self) -> bool:
+        """Take all that has come, and say what was read. True: there is something for the one who polls."""
         news = False
         with contextlib.suppress(zmq.Again):
             while True:
@@ -485,26 +547,42 @@ class RemoteReader:
                 try:
                     news = self._heard(frame) or news
                 except TransportError as exc:
-                    self._fail(f"{self.name} sent what it may not: {exc}")
+                    self._failure = self._failure or f"{self.name} sent what it may not: {exc}"
                     news = True
         self._tell()
-        if not self._connected and not self._failure and not self._ended:
-            now = time.monotonic()
-            if now < self._since + self._grace:
-                if news:
-                    self._on_message()
-                return self._since + self._grace
-            what = "is gone" if self._messages_read or self._inbox.next_seq else "does not answer"
-            why = f" ({self._refusal})" if self._refusal else ""
-            self._fail(f"{self.name} {what}: no connection for {now - self._since:.1f} s{why}")
-            news = True
+        return news
+
+    # The service thread.
+
+    def _serve(self, _: Sequence[int]) -> float | None:
+        with self._lock:
+            self._look_at_connection()
+            news = self._take()
+            next_look = self._next_turn()
+            if not (self._connected or self._failure or self._ended):
+                next_look = self._since + self._grace
+                now = time.monotonic()
+                if now >= next_look:
+                    what = "is gone" if self._messages_read or self._inbox.next_seq else "does not answer"
+                    why = f" ({self._refusal})" if self._refusal else ""
+                    self._failure = f"{self.name} {what}: no connection for {now - self._since:.1f} s{why}"
+                    news, next_look = True, None
         if news:
             self._on_message()
-        return None
+        return next_look
+
+    def _next_turn(self) -> float | None:
+        """When to look again. The thread that waits in :meth:`wait` looks itself; one that computes does not."""
+        if not self._direct or self._ended:
+            return None
+        self._alone = self._waiting
+        return None if self._alone else time.monotonic() + _TURN_S
 
     def _look_at_connection(self) -> None:
         for event, _ in events(self._monitor):
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected = True
+                self._refusal = ""
                 hello = wire.Hello(self._session, self._inbox.next_seq, self._messages_read)
                 self._dealer.send(hello.pack(), zmq.NOBLOCK)
             elif event == zmq.EVENT_DISCONNECTED:
@@ -524,13 +602,11 @@ class RemoteReader:
                 self._ready.append(received)
             return received is not None
         if type_ == wire.REFUSED:
-            self._fail(f"{self.name} refuses this reader: {frame[1:].decode(errors='replace')}")
+            why = frame[1:].decode(errors="replace")
+            self._failure = f"{self.name} refuses this reader: {why}"
             return True
         number = wire.unpack_number(frame)
-        if type_ == wire.WELCOME:
-            self._connected = True
-            self._refusal = ""
-        elif type_ == wire.WANT:
+        if type_ == wire.WANT:
             self._wanted = number
         elif type_ == wire.END:
             if number != self._inbox.next_seq:
@@ -538,31 +614,32 @@ class RemoteReader:
             self._ended = True
             self._dealer.send(wire.pack_number(wire.END_RECEIVED, number), zmq.NOBLOCK)
             return True
-        else:
+        elif type_ != wire.WELCOME:
             raise TransportError(f"a frame of type {type_}")
         return False
 
     def _tell(self) -> None:
-        """Say what was read, if that is due. (The reading thread counts first and then looks whether it is wanted; here
-        it is the other way round, so one of both sees it.)"""
+        """Say what was read, if that is due.
+
+        The reading thread counts first and then looks whether it is wanted; with ``on_message`` that is not under the
+        lock, but here it is the other way round, so one of both sees it.
+        """
         read = self._messages_read
         due = read - self._told and (self._told < self._wanted or not self._bytes_read)
         if due and self._connected and not self._ended:
             self._told = read
             self._dealer.send(wire.pack_number(wire.ACK, read), zmq.NOBLOCK)
 
-    def _fail(self, why: str) -> None:
-        self._failure = self._failure or why
-
     def _close_sockets(self) -> None:
-        linger = 0
-        if self._connected and not self._ended:
-            with contextlib.suppress(zmq.ZMQError):
-                self._dealer.send(wire.pack_number(wire.BYE, 0), zmq.NOBLOCK)
-                linger = _BYE_LINGER_MS
-        self._dealer.disable_monitor()
-        self._monitor.close(0)
-        self._dealer.close(linger)
+        with self._lock:
+            linger = 0
+            if self._connected and not self._ended and not self._failure:
+                with contextlib.suppress(zmq.ZMQError):
+                    self._dealer.send(wire.pack_number(wire.BYE, 0), zmq.NOBLOCK)
+                    linger = _BYE_LINGER_MS
+            self._dealer.disable_monitor()
+            self._monitor.close(0)
+            self._dealer.close(linger)
 
     def close(self) -> None:
         """Say goodbye and end: the writer learns at once. Idempotent."""
@@ -571,6 +648,7 @@ class RemoteReader:
         self._closed = True
         self._service.stop()
         self._context.term()
+        os.close(self._news)
         self._ready.clear()
 
 
