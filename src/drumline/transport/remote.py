@@ -322,7 +322,7 @@ class RemoteWriter:
 
     def _away(self, peer: _Peer) -> None:
         """Its connection has ended."""
-        if peer.route is not None and not peer.has_all:
+        if peer.route is not None and not (peer.has_all or self._ended):
             log.info("the connection of %s has ended; waiting %g s for it", peer.name, self.options.reconnect_s)
         peer.route, peer.fd, peer.since = None, -1, time.monotonic()
 
