@@ -497,6 +497,8 @@ def test_handles_say_what_is_wrong() -> None:
     [
         ({"local_readers": 0}, "has readers"),
         ({"local_readers": 255}, "at most 254"),
+        ({"slots": 0}, "at least one slot"),
+        ({"slot_bytes": 0, "remote_readers": 1, "host": LOCALHOST}, "at least one slot"),
         ({"remote_readers": -1}, "has readers"),
         ({"remote_readers": 1}, "need host"),
         ({"remote_readers": 1, "host": "0.0.0.0"}, "would listen on all"),
@@ -529,6 +531,31 @@ def test_a_forked_copy_of_the_writer_closes_nothing() -> None:
         queue.enqueue("still here")
         for reader in readers:
             assert reader.dequeue(LONG) == "still here"
+            reader.close()
+
+
+def test_a_program_that_never_closes_ends_quietly() -> None:
+    code = """if True:
+        from drumline import MessageQueue
+        queue = MessageQueue(1, 1, host="127.0.0.1")
+        readers = [MessageQueue.attach(h) for h in queue.handles]
+        queue.enqueue("x")
+        print([reader.dequeue(30) for reader in readers])
+    """
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "['x', 'x']\n", "")
+    assert time.monotonic() - begin < 10
+
+
+def test_forever_is_a_timeout_too() -> None:
+    with MessageQueue(1, 1, host=LOCALHOST, remote=RemoteOptions(connect_s=1e12)) as queue:
+        readers = [MessageQueue.attach(h) for h in queue.handles]
+        queue.enqueue("x", 1e12)
+        for timeout in (1e8, float("inf")):
+            queue.enqueue("x", timeout)
+        for reader in readers:
+            assert [reader.dequeue(t) for t in (1e8, 1e12, float("inf"))] == ["x"] * 3
             reader.close()
 
 

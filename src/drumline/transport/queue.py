@@ -68,7 +68,8 @@ class _Watch:
         """Why the other side cannot be expected any more: the first news of it."""
         fds = [*self._deaths, *(fd for link in links for fd in link.fds)]
         self._service = Service(name, fds, self._serve)
-        self._service.start()
+        if fds or links:
+            self._service.start()
 
     def _serve(self, ready: Sequence[int]) -> None:
         found = ""
@@ -208,21 +209,25 @@ class MessageQueue:
         self._turn = threading.Lock()
         self._maker = os.getpid()
         self._closed = False
-        self._waiter = Waiter.create(f"{name}-writer", local_readers + 1)
         self._remote: RemoteWriter | None = None
-        if remote_readers:
-            from drumline.transport.remote import RemoteWriter
-
-            try:
-                self._remote = RemoteWriter(host, remote_readers, self._waiter.ring, remote, port)
-            except BaseException:
-                self._waiter.close()
-                raise
         self._local: _LocalEnd | None = None
-        if local_readers:
-            largest = (remote or RemoteOptions()).max_message_bytes
-            sizes = (slot_bytes, slots, arena_bytes)
-            self._local = _LocalEnd(name, local_readers, sizes, largest, self._waiter)
+        self._waiter = Waiter.create(f"{name}-writer", local_readers + 1)
+        try:
+            if local_readers:
+                largest = (remote or RemoteOptions()).max_message_bytes
+                sizes = (slot_bytes, slots, arena_bytes)
+                self._local = _LocalEnd(name, local_readers, sizes, largest, self._waiter)
+            if remote_readers:
+                from drumline.transport.remote import RemoteWriter
+
+                self._remote = RemoteWriter(host, remote_readers, self._waiter.ring, remote, port)
+        except BaseException as exc:
+            if self._local is not None:
+                self._local.close()
+            self._waiter.close()
+            if isinstance(exc, ValueError) and not isinstance(exc, ConfigError):
+                raise ConfigError(str(exc)) from None
+            raise
         links = self._local.links if self._local is not None else []
         self._watch = _Watch(f"{name}-watch", links, deaths, self._waiter.ring)
 
@@ -340,6 +345,7 @@ class QueueReader:
         """See :meth:`MessageQueue.attach`."""
         data = handle.data
         self.name = data.queue
+        self._maker = os.getpid()
         self._codec = codec or CodecRegistry()
         self._closed = False
         self._writer = data.writer
@@ -421,7 +427,7 @@ class QueueReader:
 
     def close(self) -> None:
         """Read no more: the writer learns at once. Idempotent."""
-        if self._closed:
+        if self._closed or os.getpid() != self._maker:
             return
         self._closed = True
         self._watch.stop()

@@ -58,7 +58,7 @@ from drumline.transport import remote_wire as wire
 from drumline.transport.gate import Gate, curve_keys, events
 from drumline.transport.remote_options import RemoteHandle, RemoteOptions
 from drumline.transport.ring import Part
-from drumline.transport.service import Service
+from drumline.transport.service import Service, milliseconds
 
 log = logging.getLogger("drumline.transport")
 
@@ -426,6 +426,7 @@ class RemoteReader:
         self._current: RemoteMessage | None = None
         self._messages_read = 0
         self._bytes_read = 0
+        self._due = False
         self._told = 0
         self._wanted = -1
         self._failure = ""
@@ -508,7 +509,7 @@ class RemoteReader:
             if left is not None and left <= 0:
                 return None
             self._waiting = True
-            woken = self._poll.poll(None if left is None else left * 1000 + 1)
+            woken = self._poll.poll(milliseconds(left))
             self._waiting = False
             if self._alone:
                 self._alone = False
@@ -530,6 +531,7 @@ class RemoteReader:
         if self._bytes_read < self._options.window_bytes // 4 and self._messages_read > self._wanted:
             return
         self._bytes_read = 0
+        self._due = True
         if self._direct:
             with self._lock:
                 self._tell()
@@ -575,8 +577,11 @@ class RemoteReader:
         """When to look again. The thread that waits in :meth:`wait` looks itself; one that computes does not."""
         if not self._direct or self._ended:
             return None
-        self._alone = self._waiting
-        return None if self._alone else time.monotonic() + _TURN_S
+        self._alone = True  # set before the look, as the other one is: at least one of both sees the other
+        if self._waiting:
+            return None
+        self._alone = False
+        return time.monotonic() + _TURN_S
 
     def _look_at_connection(self) -> None:
         for event, _ in events(self._monitor):
@@ -624,11 +629,12 @@ class RemoteReader:
         The reading thread counts first and then looks whether it is wanted; with ``on_message`` that is not under the
         lock, but here it is the other way round, so one of both sees it.
         """
-        read = self._messages_read
-        due = read - self._told and (self._told < self._wanted or not self._bytes_read)
-        if due and self._connected and not self._ended:
-            self._told = read
-            self._dealer.send(wire.pack_number(wire.ACK, read), zmq.NOBLOCK)
+        if not (self._due or self._told < min(self._messages_read, self._wanted)):
+            return
+        if self._connected and not self._ended:
+            self._due = False
+            self._told = self._messages_read
+            self._dealer.send(wire.pack_number(wire.ACK, self._told), zmq.NOBLOCK)
 
     def _close_sockets(self) -> None:
         with self._lock:

@@ -10,6 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 
 _JOIN_S = 5.0
+_LONGEST_S = 86_400.0
+
+
+def milliseconds(left: float | None) -> float | None:
+    """Time limit for poll(2), which knows no more than 24 days, from seconds that are left; rounded up. None: none."""
+    return None if left is None else min(max(left, 0.0), _LONGEST_S) * 1000 + 1
 
 
 class Service:
@@ -79,8 +85,8 @@ class Service:
                     fds = (self._wake, *self._fds)
                 for fd in fds:
                     poll.register(fd, select.POLLIN)
-                wait = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000 + 1
-                ready = [fd for fd, _ in poll.poll(wait)]
+                left = None if deadline is None else deadline - time.monotonic()
+                ready = [fd for fd, _ in poll.poll(milliseconds(left))]
                 if self._wake in ready:
                     ready.remove(self._wake)
                     with contextlib.suppress(BlockingIOError):
