@@ -284,13 +284,8 @@ class MessageQueue:
         """To all readers or to none: remote ones only promise room before the local ones get it."""
         kind, parts, buffers = encoded
         remote = self._remote
-
-        def promised() -> bool | None:
-            self._check()
-            return remote is None or remote.ready(parts, buffers) or None
-
-        if not promised() and self._waiter.wait(promised, deadline) is None:
-            raise QueueTimeoutError
+        if remote is not None:
+            self._await_promise(remote, encoded, deadline)
         if self._local is not None:
             try:
                 self._local.write(encoded, deadline, self._check)
@@ -298,6 +293,16 @@ class MessageQueue:
                 raise QueueTimeoutError from None
         if remote is not None:
             remote.write(parts, kind, buffers)
+
+    def _await_promise(self, remote: RemoteWriter, encoded: Encoded, deadline: float | None) -> None:
+        _, parts, buffers = encoded
+
+        def promised() -> bool | None:
+            self._check()
+            return remote.ready(parts, buffers) or None
+
+        if not promised() and self._waiter.wait(promised, deadline) is None:
+            raise QueueTimeoutError
 
     def _check(self) -> None:
         if self._closed:
