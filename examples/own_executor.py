@@ -28,6 +28,7 @@ class ThreadExecutor(Executor):
 
     def _start(self) -> None:
         self._table = CallTable(self.waiter, lambda: None, self.output_rank, self.world_size)
+        self._cleanup.callback(self._table.close, None, self._ended)
         self._lock = threading.Lock()
         self._queues: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(self.world_size)]
         threads = [threading.Thread(target=self._work, args=(r,), daemon=True) for r in range(self.world_size)]
@@ -48,6 +49,7 @@ class ThreadExecutor(Executor):
         *,
         rank_args=None,
         aggregators=(),
+        expected_s=0.0,
     ):
         self._raise_if_failed()
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -56,7 +58,12 @@ class ThreadExecutor(Executor):
         single = reply_rank is not None or bool(aggregators)
         with self._lock:  # the next id and the queues as one act: every rank gets the calls in the same order
             call = self._table.begin(
-                method_name(method), ranks, single=single, deadline=deadline, aggregators=aggregators
+                method_name(method),
+                ranks,
+                single=single,
+                deadline=deadline,
+                aggregators=aggregators,
+                expected_s=expected_s,
             )
             for rank, queue in enumerate(self._queues):
                 own = rank_args[rank] if rank_args is not None else ()

@@ -272,8 +272,13 @@ class ProcessConfig:
     broadcast ring."""
     start_timeout_s: float = 600.0
     """Longest time without any progress of any rank during the start, in seconds."""
+    rpc_backlog_bytes: int = 1 << 30
+    """Most bytes that calls which wait for room and answers that nobody has taken may hold in the executor's process;
+    past that, a call that is not waited for is refused (RPCBacklogError)."""
     execute_timeout_s: float = 300.0
-    """Deadline of execute_model and sample_tokens in seconds."""
+    """Deadline of execute_model, sample_tokens, draft and dummy calls in seconds."""
+    long_wait_s: float = 60.0
+    """A wait for workers that takes longer is explained in the log: who is late, and what it is doing."""
     failure_grace_s: float = 1.0
     """After a failed call: how long all ranks have to end it before the executor counts as broken, in seconds."""
     shutdown_timeout_s: float = 2.0
@@ -287,7 +292,10 @@ class ProcessConfig:
         _whole(self, ("mq_slot_bytes", "mq_answer_slot_bytes"), least=64)
         _whole(self, ("mq_slots", "mq_answer_slots"), least=2)
         _whole(self, ("mq_arena_bytes",), least=0)
-        _positive(self, ("start_timeout_s", "execute_timeout_s", "failure_grace_s", "shutdown_timeout_s"))
+        _whole(self, ("rpc_backlog_bytes",))
+        _positive(
+            self, ("start_timeout_s", "execute_timeout_s", "failure_grace_s", "shutdown_timeout_s", "long_wait_s")
+        )
         _one_of(self, "log_level", LOG_LEVELS)
 
     @property
@@ -388,8 +396,9 @@ class SchedulerConfig:
     """Most tokens of one prompt in a step while there are other requests; 0: no limit."""
     scheduling_policy: str = "fcfs"
     """``fcfs``: in order of arrival; ``priority``: requests with a lower ``priority`` first, then by arrival."""
-    async_scheduling: bool = True
-    """One step of look-ahead: plan n + 1 is sent before the answer of plan n is known."""
+    async_scheduling: bool | None = None
+    """One step of look-ahead: plan n + 1 is sent before the answer of plan n is known. None: where the executor class
+    can; True: a class that cannot is refused."""
 
     def __post_init__(self) -> None:
         _whole(self, ("max_num_seqs", "max_num_batched_tokens"))

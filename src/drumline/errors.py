@@ -13,7 +13,9 @@ The tree::
     |   +-- QueueTimeoutError (TimeoutError)  a message queue had no room, or no message, until the deadline
     |   +-- CollectiveError (RuntimeError)  a rank did not take part in a collective
     +-- RPCTimeoutError (TimeoutError)      a call did not end before its deadline
-    +-- RemoteCallError                     a worker method raised; the executor stays usable
+    +-- RPCBacklogError                     too much is outstanding that nobody takes
+    +-- RemoteCallError                     a method raised in another process, which goes on
+    |   +-- WorkerCallError                 a worker method raised; the executor stays usable
     +-- FailedError                         carries a FailureReport: something broke for good
         +-- StartupError                    before it was ready
         +-- ExecutorFailedError             a worker died or hangs; the executor is broken
@@ -149,26 +151,73 @@ class CollectiveError(TransportError, RuntimeError):
 
 
 class RPCTimeoutError(DrumlineError, TimeoutError):
-    """A call did not end before its deadline ("RPC call to {method} timed out."). Its late answer will be dropped."""
+    """A call did not end before its deadline. Its late answer will be dropped; the executor stays usable.
 
-
-class RemoteCallError(DrumlineError, RuntimeError):
-    """A method raised on a worker, and every rank ended the call: the executor stays usable.
-
-    ``report`` has rank, type, message and traceback of the first rank that failed.
+    The text is "RPC call to {method} timed out.", then which ranks have not answered and what each of them is doing.
     """
 
-    def __init__(self, report: FailureReport) -> None:
-        super().__init__(report.text())
-        self.report = report
+
+class RPCBacklogError(DrumlineError, RuntimeError):
+    """A call was refused: earlier ones hold more bytes than ``rpc_backlog_bytes``. Nothing was sent.
+
+    Take results (or let go of their futures) before you make more calls that you do not wait for, or raise
+    ``--rpc-backlog-bytes``.
+    """
 
 
-class FailedError(DrumlineError, RuntimeError):
-    """Something broke for good. ``report`` says what was first; start a new engine."""
+class _ReportedError(DrumlineError, RuntimeError):
+    """Carries a failure report. Can be pickled."""
 
     def __init__(self, report: FailureReport, message: str = "") -> None:
         super().__init__(f"{message}\n{report.text()}" if message else report.text())
         self.report = report
+        self._said = message
+
+    def __reduce__(self) -> tuple[type, tuple[FailureReport, str]]:
+        return type(self), (self.report, self._said)
+
+
+class RemoteCallError(_ReportedError):
+    """A method raised in another process (an engine core, a worker), which goes on.
+
+    ``report`` has rank, type, message and traceback of the first failure.
+    """
+
+
+class WorkerCallError(RemoteCallError):
+    """A method raised on a worker, and every rank ended the call: the executor stays usable.
+
+    Only text has travelled, so an exception class that cannot be pickled arrives like any other.
+    """
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that failed first."""
+        return self.report.rank
+
+    @property
+    def type_name(self) -> str:
+        """Class of its exception: ``ValueError``, ``package.module.OddError``."""
+        return self.report.type
+
+    @property
+    def message(self) -> str:
+        """Text of its exception."""
+        return self.report.message
+
+    @property
+    def remote_traceback(self) -> str:
+        """Traceback on the worker, as Python prints it."""
+        return self.report.traceback
+
+    @property
+    def failures(self) -> list[FailureReport]:
+        """Failures of all ranks, the earliest first."""
+        return [self.report, *self.report.folded]
+
+
+class FailedError(_ReportedError):
+    """Something broke for good. ``report`` says what was first; start a new engine."""
 
 
 class StartupError(FailedError):

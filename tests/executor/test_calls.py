@@ -46,6 +46,8 @@ class Harness:
 def harness() -> Iterator[Harness]:
     made = Harness()
     yield made
+    made.table.close(None, broken(report("the test is over")))
+    made.table.keeper.join(5.0)
     made.waiter.close()
 
 
@@ -86,7 +88,7 @@ def test_result_timeout_leaves_the_call_running(harness: Harness) -> None:
 
 def test_deadline_ends_the_call_and_its_late_answer_is_dropped(harness: Harness) -> None:
     call = harness.begin(timeout=0.02)
-    with pytest.raises(RPCTimeoutError, match=r"^RPC call to method timed out\.$"):
+    with pytest.raises(RPCTimeoutError, match=r"^RPC call to method timed out\. Not answered by rank 0\.$"):
         call.result()
     following = harness.begin()
     harness.answer(0, call, "late")

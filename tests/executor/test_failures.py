@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -177,35 +178,31 @@ def test_a_death_wakes_every_waiting_thread(make: Make) -> None:
     assert len(errors) == 4
 
 
-def test_a_sender_that_waits_for_room_hears_of_the_death(make: Make) -> None:
+def test_calls_that_wait_for_room_hear_of_the_death(make: Make) -> None:
     executor = make(mq_slots=2, mq_slot_bytes=1024)
     executor.collective_rpc("sleep", (30.0,), non_block=True)
+    futures = [executor.collective_rpc("echo", ("x" * 900,), non_block=True) for _ in range(10)]
     timer = threading.Timer(0.3, lambda: os.kill(pids_of(executor)[0], signal.SIGKILL))
     timer.start()
-
-    def fill_the_ring() -> None:
-        for _ in range(10):
-            executor.collective_rpc("echo", ("x" * 900,), non_block=True)
-
     with pytest.raises(ExecutorFailedError, match="SIGKILL"):
-        fill_the_ring()
+        executor.collective_rpc("echo", ("x" * 900,))
+    assert [type(future.exception(timeout=1)) for future in futures] == [ExecutorFailedError] * 10
     timer.join()
 
 
-def test_a_sender_that_waits_for_room_has_a_deadline(make: Make) -> None:
+def test_calls_that_wait_for_room_have_a_deadline(make: Make) -> None:
     executor = make(mq_slots=2, mq_slot_bytes=1024)
     executor.collective_rpc("sleep", (0.5,), non_block=True)
-    futures = []
-
-    def fill_the_ring() -> None:
-        for _ in range(10):
-            futures.append(executor.collective_rpc("note", ("x" * 900,), timeout=0.1, non_block=True))
-
-    with pytest.raises(RPCTimeoutError, match=r"^RPC call to note timed out\. It was never sent: "):
-        fill_the_ring()
+    futures = [executor.collective_rpc("note", ("x" * 900,), timeout=0.1, non_block=True) for _ in range(10)]
+    with pytest.raises(RPCTimeoutError, match=r"^RPC call to note timed out\. It was never sent: no room"):
+        executor.collective_rpc("note", ("x" * 900,), timeout=0.1)
+    errors = [str(future.exception()) for future in futures]
+    assert all(error.startswith("RPC call to note timed out. ") for error in errors)
+    assert re.search(r"Worker_TP1, pid \d+, .*running sleep \(call \d+\) for 0\.\d s, has not read it", errors[-1])
+    sent = [error for error in errors if "never sent" not in error]
     assert executor.collective_rpc("echo", timeout=10)[2] == (2, (), {})
-    seen = executor.collective_rpc("get_seen")
-    assert [len(notes) for notes in seen] == [len(futures)] * 3
+    assert [len(notes) for notes in executor.collective_rpc("get_seen")] == [len(sent)] * 3
+    assert 0 < len(sent) < 10
 
 
 def test_a_stopped_worker_ends_only_the_call(make: Make) -> None:

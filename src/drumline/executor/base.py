@@ -12,6 +12,7 @@ has to write ``_start`` (which puts on ``_cleanup`` how to end things) and ``col
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import threading
@@ -26,7 +27,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, overload
 
 from drumline.config import BACKENDS, DeviceTable, EngineConfig, choose_backend
 from drumline.errors import ConfigError, DrumlineError, ExecutorFailedError, FailureReport
-from drumline.executor.calls import Aggregator, Call, broken
+from drumline.executor.calls import broken
+from drumline.executor.future import Aggregator, Call
 from drumline.parallel.layout import Layout, device_index
 from drumline.plan.kv import KVConfig
 from drumline.plan.step import StepOutput, StepPlan
@@ -150,6 +152,11 @@ class Executor(ABC):
         """Raise ConfigError if this backend cannot do what is asked for. Nothing has been started yet."""
         if self.parallel.pipeline_parallel_size > 1 and not self.supports_pp:
             self._refuse("it cannot run pipeline stages: change --pipeline-parallel-size")
+        if self.config.scheduler.async_scheduling and not self.supports_async_scheduling:
+            self._refuse(
+                "it does not declare supports_async_scheduling, so it may not be handed a plan before it has answered "
+                "the last one: leave out --async-scheduling"
+            )
 
     def _device_text(self, local_rank: int) -> str:
         """Which physical device a worker of this machine has, for its log."""
@@ -174,6 +181,7 @@ class Executor(ABC):
         *,
         rank_args: Sequence[Sequence[Any]] | None = ...,
         aggregators: Sequence[Aggregator] = ...,
+        expected_s: float = ...,
     ) -> Any: ...
 
     @overload
@@ -188,6 +196,7 @@ class Executor(ABC):
         non_block: Literal[True],
         rank_args: Sequence[Sequence[Any]] | None = ...,
         aggregators: Sequence[Aggregator] = ...,
+        expected_s: float = ...,
     ) -> Call: ...
 
     @overload
@@ -202,6 +211,7 @@ class Executor(ABC):
         *,
         rank_args: Sequence[Sequence[Any]] | None = ...,
         aggregators: Sequence[Aggregator] = ...,
+        expected_s: float = ...,
     ) -> Any: ...
 
     @abstractmethod
@@ -216,6 +226,7 @@ class Executor(ABC):
         *,
         rank_args: Sequence[Sequence[Any]] | None = None,
         aggregators: Sequence[Aggregator] = (),
+        expected_s: float = 0.0,
     ) -> Any:
         """Run a method on every worker.
 
@@ -225,16 +236,22 @@ class Executor(ABC):
             kwargs: keyword arguments, the same for every rank.
             timeout: seconds for the whole call, sending included; None or infinity: no limit.
             reply_rank: only this rank answers (all run the call, and a failure of any of them is raised).
-            non_block: return a future (``result(timeout)``, ``exception(timeout)``, ``done()``) at once.
+            non_block: return a :class:`Call` at once, a future (``result(timeout)``, ``done()``, ``cancel()``,
+                ``add_done_callback(f)``, ``await``). A call for which there is no room yet waits for it in order.
             rank_args: for each rank, positional arguments of its own, put behind ``args``.
             aggregators: fold the answers of all ranks onto the output rank's, one after the other.
+            expected_s: how long it may take, in seconds, before a log line says who is late (``math.inf``: never);
+                at least ``ProcessConfig.long_wait_s`` in any case.
 
         Returns:
             With ``reply_rank`` or ``aggregators`` one value, else a list in rank order.
 
         Raises:
-            RemoteCallError: a rank raised, all ranks ended the call; the executor goes on.
-            RPCTimeoutError: "RPC call to {method} timed out."; a late answer will be dropped.
+            WorkerCallError: a rank raised, all ranks ended the call; the executor goes on. A failure of a rank that
+                was not to answer, noticed only after the call was answered, is raised by the oldest call in flight or
+                else by the next one: its own caller has gone on.
+            RPCTimeoutError: "RPC call to {method} timed out." and who has not answered; a late answer is dropped.
+            RPCBacklogError: with ``non_block``, if earlier calls hold more than ``ProcessConfig.rpc_backlog_bytes``.
             ValueError: an argument of this method is not what it takes; nothing was sent.
             ExecutorFailedError: a worker is gone, or the ranks did not end the call within the grace; for good.
 
@@ -266,17 +283,21 @@ class Executor(ABC):
         )
         return result
 
+    def take_draft_token_ids(self, non_block: bool = False) -> Any:
+        """What the drafter proposes for the next step; the output rank's. A future if non_block."""
+        return self._step("take_draft_token_ids", (), non_block)
+
     def execute_dummy_batch(self) -> None:
         """An empty step on every rank."""
         self.collective_rpc("execute_dummy_batch", timeout=self.process.execute_timeout_s)
 
     def initialize_from_config(self, kv_cache_configs: Sequence[KVConfig]) -> None:
-        """Give every rank its KV cache (``kv_cache_configs[rank]``), then warm up."""
-        self.collective_rpc("initialize_from_config", (list(kv_cache_configs),))
-        self.collective_rpc("compile_or_warm_up_model")
+        """Give every rank its KV cache (``kv_cache_configs[rank]``), then warm up, which may take long."""
+        self.collective_rpc("initialize_from_config", (list(kv_cache_configs),), expected_s=math.inf)
+        self.collective_rpc("compile_or_warm_up_model", expected_s=math.inf)
 
     def check_health(self, timeout: float = HEALTH_TIMEOUT_S) -> None:
-        """Ask every worker. ExecutorFailedError, RemoteCallError or RPCTimeoutError if one is not well."""
+        """Ask every worker. ExecutorFailedError, WorkerCallError or RPCTimeoutError if one is not well."""
         self._raise_if_failed()
         self.collective_rpc(worker_health, timeout=timeout)
 
@@ -291,7 +312,7 @@ class Executor(ABC):
     @property
     def max_concurrent_batches(self) -> int:
         """How many plans may be in flight at once: one in each pipeline stage, and one more with look-ahead."""
-        look_ahead = self.config.scheduler.async_scheduling and self.supports_async_scheduling
+        look_ahead = self.config.scheduler.async_scheduling is not False and self.supports_async_scheduling
         return self.parallel.pipeline_parallel_size + (1 if look_ahead else 0)
 
     # Failure and end.

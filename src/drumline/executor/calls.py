@@ -1,4 +1,4 @@
-"""Calls in flight: ids, futures, order, deadlines and failures. No I/O and no processes in here.
+"""Calls in flight: ids, order, deadlines and failures. No I/O and no processes in here.
 
 A :class:`CallTable` knows every call that was sent and has not ended. Answers and failures are put in by whoever
 receives them (a waiting thread that drains the answer rings; the supervisor thread for failures; the worker thread of
@@ -6,28 +6,30 @@ receives them (a waiting thread that drains the answer rings; the supervisor thr
 
 * Ids grow by one with each call and ranks run calls in the order of their ids, so the futures complete in that order:
   a call whose answers are all here waits in the table until all older ones have ended. The exception is an error that
-  is the call's own (its deadline), which ends it at once.
-* An answer for an id that is not in the table any more belongs to a call that timed out: it is dropped and can never
-  be taken for another one's.
+  is the call's own (its deadline, its cancellation), which ends it at once.
+* An answer for an id that is not in the table any more belongs to a call that timed out or was cancelled: it is dropped
+  and can never be taken for another one's.
 * A failure marks its call and does not end it: the executor first finds out whether all ranks ended the call (then
-  :meth:`CallTable.settle` makes it a RemoteCallError) or not (then :meth:`CallTable.close` ends everything).
+  :meth:`CallTable.settle` makes it a WorkerCallError) or not (then :meth:`CallTable.close` ends everything).
 * A failure of a call that has already been answered (its output rank was quicker) must not be lost: the oldest call in
   flight gets it, or else the next one that is begun.
+* Callbacks never run with the lock held: whoever ends a call puts it on a list for the keeper
+  (:mod:`drumline.executor.keeper`), which also does what nobody else does while nobody waits.
 
 Nothing sleeps but on the executor's :class:`~drumline.transport.Waiter`. A thread that completes somebody else's
 future rings it, because that somebody may be asleep on it.
-
-Rejected: ``concurrent.futures.Future`` (a condition variable each, and nobody would drain the rings while waiting).
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from typing import Any, Protocol
 
 from drumline.errors import (
@@ -35,9 +37,12 @@ from drumline.errors import (
     DrumlineError,
     ExecutorFailedError,
     FailureReport,
-    RemoteCallError,
     RPCTimeoutError,
+    WorkerCallError,
 )
+from drumline.executor.explain import Doing, Look, nothing_known, unanswered
+from drumline.executor.future import Aggregator, Call, Held, run_callback
+from drumline.executor.keeper import Keeper, KeeperSettings
 from drumline.processes.reports import fold
 from drumline.transport import deadline_after
 
@@ -45,8 +50,10 @@ log = logging.getLogger(__name__)
 
 CLOSE_WAIT_S = 2.0
 """How long :meth:`CallTable.close` waits for an aggregator that does not return."""
-REMEMBERED = 1024
+REMEMBERED = 4096
 """How many calls that ended with an error are remembered, so that later news of them is recognised."""
+NAMES = 1024
+"""How many calls' names are remembered, so that it can be said what a rank is busy with."""
 
 
 class Sleeper(Protocol):
@@ -59,156 +66,24 @@ class Sleeper(Protocol):
         """Make every thread that sleeps here check again."""
 
 
-class Aggregator(Protocol):
-    """Folds the answers of all ranks onto the output rank's.
+class CallTable:
+    """All calls in flight of one executor.
 
-    Called once for each call, in the order of the calls, with the call table's lock held: it must not block, and calls
-    of the executor from it raise RuntimeError.
+    ``_deadlines`` and ``_due`` belong to calls with callbacks: a heap of (deadline, id, call), and those that have
+    ended and whose callbacks have not run.
     """
-
-    def aggregate(self, outputs: Sequence[Any], output_rank: int) -> Any:
-        """The one value that the caller gets. ``outputs`` are in rank order; what earlier aggregators made of the
-        output rank's is in its place."""
-
-    def failed(self, outputs: Mapping[int, Any], report: FailureReport) -> None:
-        """The call failed; ``outputs`` are the answers of the ranks that did answer."""
-
-
-class Call:
-    """The future of one call. Made by :meth:`CallTable.begin`."""
-
-    __slots__ = (
-        "_aggregators",
-        "_answers",
-        "_broken",
-        "_done",
-        "_error",
-        "_failures",
-        "_missing",
-        "_single",
-        "_table",
-        "_value",
-        "deadline",
-        "id",
-        "method",
-        "ranks",
-    )
 
     def __init__(
         self,
-        table: CallTable,
-        call_id: int,
-        method: str,
-        ranks: Sequence[int],
+        waiter: Sleeper,
+        drain: Callable[[], None],
+        output_rank: int,
+        world_size: int,
         *,
-        single: bool,
-        deadline: float | None,
-        aggregators: Sequence[Aggregator],
+        pump: Callable[[], None] = lambda: None,
+        look: Look = nothing_known,
+        keeper: KeeperSettings | None = None,
     ) -> None:
-        self.id = call_id
-        self.method = method
-        self.deadline = deadline
-        self.ranks = ranks
-        self._table = table
-        self._single = single
-        self._aggregators = aggregators
-        self._missing = len(ranks)
-        self._answers: dict[int, Any] = {}
-        self._failures: list[FailureReport] = []
-        self._broken: BaseException | None = None
-        self._done = False
-        self._value: Any = None
-        self._error: BaseException | None = None
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not. Takes in what has arrived; never blocks."""
-        return self._done or self._table.poll(self) is True
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Wait for the call's end and return what it gave, or raise what it failed with.
-
-        Args:
-            timeout: seconds to wait for it now. When they are over a plain TimeoutError is raised, the call goes on and
-                may be asked again. The call's own deadline raises RPCTimeoutError and ends it; an answer that was late
-                but here before anybody asked counts.
-
-        """
-        if not self._done:
-            self._table.wait(self, timeout)
-        if self._error is None:
-            return self._value
-        try:
-            raise self._error
-        finally:
-            del self  # else: error -> traceback -> this frame -> call -> error
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Like :meth:`result`, but returns the exception, or None."""
-        if not self._done:
-            self._table.wait(self, timeout)
-        return self._error
-
-    def __repr__(self) -> str:
-        state = "failed" if self._error is not None else "done" if self._done else "running"
-        return f"<Call {self.id} {self.method} {state}>"
-
-    # For the table, with its lock held.
-
-    @property
-    def _ready(self) -> bool:
-        return self._done or (self._missing == 0 and not self._failures)
-
-    def _take(self, rank: int, value: Any) -> None:
-        self._answers[rank] = value
-        self._missing -= 1
-
-    def _complete(self) -> None:
-        """All answers are here and nothing failed."""
-        answers = self._answers
-        if self._broken is not None:
-            self._error = self._broken
-            self._end()
-            return
-        try:
-            if self._single and not self._aggregators:
-                self._value = answers[self.ranks[0]]
-            elif self._single:
-                self._value = self._fold(answers)
-            else:
-                self._value = [answers[rank] for rank in self.ranks]
-        except Exception as exc:  # noqa: BLE001  an aggregator's own mistake is its caller's to see
-            self._error = exc
-        self._end()
-
-    def _fold(self, answers: dict[int, Any]) -> Any:
-        output_rank = self._table.output_rank
-        with self._table.aggregating():
-            for aggregator in self._aggregators:
-                answers[output_rank] = aggregator.aggregate([answers[rank] for rank in self.ranks], output_rank)
-        return answers[output_rank]
-
-    def _fail(self, error: BaseException, report: FailureReport | None = None) -> None:
-        self._error = error
-        if report is not None:
-            for aggregator in self._aggregators:
-                try:
-                    with self._table.aggregating():
-                        aggregator.failed(self._answers, report)
-                except Exception as exc:  # noqa: BLE001  must not hide the failure itself
-                    error.add_note(f"{type(aggregator).__name__}.failed raised {exc!r}")
-        self._end()
-
-    def _end(self) -> None:
-        self._done = True
-        self._answers = {}
-        self._failures = []
-        self._aggregators = ()
-
-
-class CallTable:
-    """All calls in flight of one executor."""
-
-    def __init__(self, waiter: Sleeper, drain: Callable[[], None], output_rank: int, world_size: int) -> None:
         """Make an empty table.
 
         Args:
@@ -216,22 +91,40 @@ class CallTable:
             drain: puts all answers that have arrived into the table (:meth:`answer`); called with the lock held.
             output_rank: where aggregators fold answers to.
             world_size: number of ranks.
+            pump: sends calls that wait for room (:attr:`unsent` of them), as far as there is some; called without the
+                lock.
+            look: what ranks are doing, for texts.
+            keeper: what the keeper's log lines say, and when.
 
         """
         self.lock = threading.Lock()
         self.output_rank = output_rank
         self.owing = [0] * world_size
         """Answers that each rank has still to give, those that nobody waits for included. Read with the lock held."""
+        self.unsent = 0
+        """Calls that wait for room. Written by whoever sends."""
+        self.held = 0
+        """Bytes of answers that nobody has taken yet, at most (:meth:`recount`)."""
+        self.looks = 0
+        """Times that somebody has looked for answers, so that the keeper knows whether anybody does."""
         self._waiter = waiter
         self._drain = drain
+        self._pump = pump
+        self._look = look
         self._next_id = 1
         self._open: dict[int, Call] = {}
         self._order: deque[Call] = deque()
-        self._ended_badly: deque[int] = deque(maxlen=REMEMBERED)
+        self._names = [""] * NAMES
+        self._ended_badly = _Remembered(REMEMBERED)
         self._late: list[FailureReport] = []
         self._closed: Callable[[], DrumlineError] | None = None
         self._completed = 0
         self._aggregator_thread: int | None = None
+        self._freed: list[int] = []
+        self._watched = 0
+        self._deadlines: list[tuple[float, int, Call]] = []
+        self._due: deque[Call] = deque()
+        self.keeper = Keeper(self, waiter, keeper or KeeperSettings())
 
     @contextlib.contextmanager
     def aggregating(self) -> Iterator[None]:
@@ -244,7 +137,7 @@ class CallTable:
 
     def refuse_aggregator(self) -> None:
         """RuntimeError if an aggregator runs in this thread: it holds the lock and would wait for itself."""
-        if self._aggregator_thread == threading.get_ident():
+        if self._aggregator_thread is not None and self._aggregator_thread == threading.get_ident():
             raise RuntimeError("an aggregator must not call the executor whose answers it folds")
 
     # The caller's side.
@@ -257,20 +150,36 @@ class CallTable:
         single: bool,
         deadline: float | None,
         aggregators: Sequence[Aggregator] = (),
+        expected_s: float = 0.0,
     ) -> Call:
         """A new call with the next id. The caller holds whatever makes ids and sending one act.
 
-        Raises what the table was closed with, or RemoteCallError of a failure that came after its call's answer.
+        Raises what the table was closed with, or WorkerCallError of a failure that came after its call's answer.
         """
         with self.lock:
-            self._check_open()
-            call = Call(self, self._next_id, method, ranks, single=single, deadline=deadline, aggregators=aggregators)
-            self._next_id += 1
-            self._open[call.id] = call
+            if self._closed is not None or self._late:
+                self._check_open()
+            call_id = self._next_id
+            call = Call(
+                self,
+                call_id,
+                method,
+                ranks,
+                single=single,
+                deadline=deadline,
+                aggregators=aggregators,
+                expected_s=expected_s,
+            )
+            self._next_id = call_id + 1
+            self._names[call_id % NAMES] = method
+            self._open[call_id] = call
             self._order.append(call)
+            owing = self.owing
             for rank in ranks:
-                self.owing[rank] += 1
-            return call
+                owing[rank] += 1
+        if not self.keeper.armed:
+            self.keeper.arm()
+        return call
 
     def idle(self) -> bool:
         """Nothing is in flight, and no rank owes an answer. Raises what :meth:`begin` raises."""
@@ -284,14 +193,16 @@ class CallTable:
             raise self._closed()
         if self._late:
             report, self._late = fold(self._late), []
-            raise RemoteCallError(report)
+            raise WorkerCallError(
+                report, "A call that was answered before failed afterwards on a rank that was not asked"
+            )
 
-    def withdraw(self, call: Call, error: BaseException) -> None:
-        """End a call that was never sent."""
+    def withdraw(self, call: Call, error: BaseException | None) -> None:
+        """A call is not sent, and never will be. It ends with ``error`` unless it has ended already."""
         with self.lock:
             for rank in call.ranks:
                 self.owing[rank] -= 1
-            if not call._done:
+            if not call._done and error is not None:
                 call._fail(error)
             self._advance()
 
@@ -299,7 +210,11 @@ class CallTable:
         """True if the call has ended, else None. Takes in what has arrived."""
         if call._done:
             return True
-        self.refuse_aggregator()
+        if self._aggregator_thread is not None:
+            self.refuse_aggregator()
+        self.looks += 1
+        if self.unsent:
+            self._pump()
         with self.lock:
             before = self._completed
             self._drain()
@@ -309,7 +224,9 @@ class CallTable:
         return call._done or None
 
     def collect(self) -> None:
-        """Take in what has arrived."""
+        """Send what waits for room, take in what has arrived."""
+        if self.unsent:
+            self._pump()
         with self.lock:
             before = self._completed
             self._drain()
@@ -321,13 +238,14 @@ class CallTable:
         """Sleep until the call has ended. Plain TimeoutError after ``timeout`` seconds."""
         give_up = deadline_after(timeout)
         self.refuse_aggregator()
+        call._asked = True
 
         def check() -> bool | None:
             return self.poll(call)
 
         while not self._sleep(check, call, give_up):
             now = time.monotonic()
-            self._expire(call, now)
+            self.expire(now, call)
             if call._done:
                 return
             if give_up is not None and now >= give_up:
@@ -343,40 +261,150 @@ class CallTable:
 
     def _wake_at(self, call: Call, give_up: float | None) -> float | None:
         """When the next deadline that concerns this call ends: its own, its caller's, or the oldest call's."""
+        wake_at = give_up
         with self.lock:
-            oldest = self._order[0] if self._order else call
-            limits = [d for d in (give_up, *(c.deadline for c in (call, oldest) if not c._failures)) if d is not None]
-        return min(limits) if limits else None
+            for one in (call, self._order[0]) if self._order else (call,):
+                if one.deadline is not None and not one._failures and (wake_at is None or one.deadline < wake_at):
+                    wake_at = one.deadline
+        return wake_at
 
-    def _expire(self, call: Call, now: float) -> None:
-        """End this call and the oldest ones if their deadline is over."""
+    def expire(self, now: float, call: Call | None = None) -> None:
+        """End what is past its deadline: ``call``, the oldest ones, those with callbacks."""
+        late = _Late(self, now)
         with self.lock:
             before = self._completed
             self._drain()
-            self._time_out(call, now)
-            while self._order and self._time_out(self._order[0], now):
+            if call is not None:
+                self._time_out(call, late)
+            while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2]._done):
+                self._time_out(heapq.heappop(self._deadlines)[2], late)
+            while self._order and self._time_out(self._order[0], late):
                 self._advance()
             self._advance()
             others = self._completed != before
         if others:
             self._waiter.ring()
 
-    def _time_out(self, call: Call, now: float) -> bool:
+    def _time_out(self, call: Call, late: _Late) -> bool:
         """Whether the call is over. One that waits for its failure to be settled has no deadline any more."""
         if not call._done and not call._failures and call.deadline is not None:
-            if now < call.deadline:
+            if late.now < call.deadline:
                 return False
-            self._ended_badly.append(call.id)
-            call._fail(RPCTimeoutError(f"RPC call to {call.method} timed out."))
+            self._ended_badly.add(call.id)
+            call._fail(RPCTimeoutError(f"RPC call to {call.method} timed out. {late.text(call)}"))
         return call._done
+
+    def cancel(self, call: Call) -> bool:
+        """End a call with CancelledError. False if it has ended."""
+        self.refuse_aggregator()
+        with self.lock:
+            self._drain()
+            if call._done:
+                return False
+            self._ended_badly.add(call.id)
+            call._fail(CancelledError(f"{call.method} was cancelled"))
+            self._advance()
+        self._waiter.ring()
+        return True
+
+    # Bytes that nobody has taken.
+
+    def recount(self) -> int:
+        """Bytes of answers that nobody has taken, exactly."""
+        with self.lock:
+            while self._freed:
+                self.held -= self._freed.pop()
+            return self.held
+
+    # Callbacks, and what else the keeper does. See keeper.py.
+
+    def watch(self, call: Call, callback: Callable[[Call], object]) -> bool:
+        """Have the keeper call this when the call has ended. False if it has ended already."""
+        self.refuse_aggregator()
+        with self.lock:
+            if call._done:
+                return False
+            if call._callbacks is None:
+                call._callbacks = []
+                self._watched += 1
+                if call.deadline is not None:
+                    heapq.heappush(self._deadlines, (call.deadline, call.id, call))
+            call._callbacks.append(callback)
+        self.keeper.wake()
+        return True
+
+    def callbacks_due(self, call: Call) -> None:
+        """A call with callbacks has ended. ``lock`` is held."""
+        self._watched -= 1
+        self._due.append(call)
+        self.keeper.wake()
+
+    def run_callbacks(self) -> None:
+        """Run the callbacks of calls that have ended, in that order."""
+        while self._due:
+            call = self._due.popleft()
+            callbacks, call._callbacks = call._callbacks or (), None
+            for callback in callbacks:
+                try:
+                    run_callback(callback, call)
+                except BaseException:  # SystemExit of a callback must not end the keeper
+                    log.exception("a callback of call %d (%s) failed", call.id, call.method)
+
+    @property
+    def closed(self) -> bool:
+        """No call will ever be in flight again."""
+        return self._closed is not None
+
+    @property
+    def callbacks_ready(self) -> bool:
+        """There are callbacks to run."""
+        return bool(self._due)
+
+    @property
+    def needs_keeper(self) -> bool:
+        """Somebody must look for answers although perhaps nobody waits: there are callbacks, or calls to send."""
+        return bool(self._watched or self.unsent)
+
+    def next_deadline(self) -> float | None:
+        """When :meth:`expire` has something to do, if nobody waits."""
+        with self.lock:
+            limits = [self._deadlines[0][0]] if self._deadlines else []
+            if self._order and self._order[0].deadline is not None and not self._order[0]._failures:
+                limits.append(self._order[0].deadline)
+        return min(limits) if limits else None
+
+    def oldest(self) -> tuple[int, float] | None:
+        """Id and ``expected_s`` of the oldest call in flight."""
+        with self.lock:
+            call = self._order[0] if self._order else None
+        return (call.id, call.expected_s) if call is not None else None
+
+    def describe(self, call_id: int) -> str:
+        """Method of a call in flight and who has not answered it; empty if it has ended."""
+        with self.lock:
+            call = self._open.get(call_id)
+            if call is None:
+                return ""
+            return f"{call.method} (call {call.id}). {_Late(self, time.monotonic()).text(call)}"
+
+    def look(self) -> Sequence[Doing]:
+        """What every rank is doing."""
+        return self._look(range(len(self.owing)))
+
+    def name_of(self, call_id: int) -> str:
+        """Method of a call, ended or not; empty: forgotten."""
+        return self._names[call_id % NAMES] if 0 <= self._next_id - call_id <= NAMES else ""
 
     # The receiving side. The first two with the lock held by the caller.
 
-    def answer(self, rank: int, call_id: int, value: Any) -> None:
-        """An answer has come. Nobody waits for it any more: it is dropped. ``lock`` is held by the caller."""
+    def answer(self, rank: int, call_id: int, value: Any, size: int = 0) -> None:
+        """An answer of ``size`` bytes has come. Nobody waits for it any more: it is dropped. ``lock`` is held."""
         self.owing[rank] -= 1
         call = self._open.get(call_id)
         if call is not None and not call._done:
+            if size and not call._asked:
+                self.held += size
+                call._hold(Held(self._freed, size))
             call._take(rank, value)
             if call._missing == 0:
                 self._advance()
@@ -414,17 +442,17 @@ class CallTable:
             if call is None:
                 self._late.append(report)
                 return None
-        call._failures.append(report)
+        call._failures = [*call._failures, report]
         return call
 
     def settle(self, call: Call) -> None:
-        """All ranks have ended the call that failed: its future ends with RemoteCallError."""
+        """All ranks have ended the call that failed: its future ends with WorkerCallError."""
         with self.lock:
             self._drain()
             if not call._done:
                 report = fold(call._failures)
-                self._ended_badly.append(call.id)
-                call._fail(RemoteCallError(report), report)
+                self._ended_badly.add(call.id)
+                call._fail(WorkerCallError(report), report)
             self._advance()
         self._waiter.ring()
 
@@ -448,6 +476,7 @@ class CallTable:
         if not self.lock.acquire(timeout=CLOSE_WAIT_S):
             log.error("an aggregator does not return; calls in flight are left to it")
             self._closed = self._closed or make_error
+            self.keeper.wake()
             return
         try:
             if self._closed is not None:
@@ -461,6 +490,7 @@ class CallTable:
         finally:
             self.lock.release()
         self._waiter.ring()
+        self.keeper.wake()
 
     def _advance(self) -> None:
         """Complete the oldest calls whose answers are all here. ``lock`` is held."""
@@ -475,6 +505,42 @@ class CallTable:
     def __len__(self) -> int:
         """Calls in flight."""
         return len(self._order)
+
+
+class _Late:
+    """Texts about calls that are late, of one moment: workers are looked at once, however many calls there are."""
+
+    def __init__(self, table: CallTable, now: float) -> None:
+        self.now = now
+        self._table = table
+        self._doings: Sequence[Doing] | None = None
+
+    def text(self, call: Call) -> str:
+        """Who has not answered it. The table's lock is held."""
+        if self._doings is None:
+            self._doings = self._table.look()
+        if not call.sent:
+            ranks = range(len(self._table.owing))
+            busy = unanswered(call.id, ranks, self._doings, self._table.name_of, self.now)
+            return f"It was never sent: no room in the message queue. {busy}"
+        missing = [rank for rank in call.ranks if rank not in call._answers]
+        return unanswered(call.id, missing, self._doings, self._table.name_of, self.now)
+
+
+class _Remembered:
+    """The last ids that were added."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._ids: dict[int, None] = {}
+
+    def add(self, call_id: int) -> None:
+        self._ids[call_id] = None
+        if len(self._ids) > self._most:
+            del self._ids[next(iter(self._ids))]
+
+    def __contains__(self, call_id: int) -> bool:
+        return call_id in self._ids
 
 
 def broken(report: FailureReport, message: str = "") -> Callable[[], ExecutorFailedError]:

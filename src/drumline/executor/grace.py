@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from drumline.errors import FailureReport
-from drumline.executor.calls import Call
+from drumline.executor.future import Call
 from drumline.worker.segment import Progress
 
 POLL_S = 0.005

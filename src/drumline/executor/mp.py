@@ -12,10 +12,12 @@
       CallTable.failed -> grace thread: have all ranks ended the call?
       death -> CallTable.close -> failure thread: kills the rest, calls the failure callbacks
 
-Locks. ``_send_lock`` makes "take the next id" and "write into the ring" one act; whoever waits for room in the ring
-holds it, drains answers meanwhile (a worker may be waiting for room in its answer ring) and gives up with the
-deadline or the executor's failure, so nobody behind it waits for ever. ``CallTable.lock`` is held for moments only. It
-may be taken while ``_send_lock`` is held, never the other way round.
+A call for which the broadcast ring has no room waits in the outbox, in order, encoded; whoever next waits for an
+answer, or else the keeper, sends it once there is room. So nobody ever waits with a lock held, a call that is not waited
+for returns at once, and a deadline or a death ends it in the outbox like anywhere else.
+
+Locks. ``_send_lock`` makes "take the next id" and "write into the ring, or else the outbox" one act. ``CallTable.lock``
+may be taken while it is held, never the other way round. Both are held for moments only.
 """
 
 from __future__ import annotations
@@ -25,15 +27,19 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from drumline.config import EngineConfig, ProcessConfig
-from drumline.errors import DrumlineError, FailureReport, RPCTimeoutError
+from drumline.errors import DrumlineError, FailureReport, MessageTooLargeError, RPCBacklogError
 from drumline.executor.base import Executor, Method, WorkerState, method_name
-from drumline.executor.calls import CLOSE_WAIT_S, Aggregator, Call, CallTable
+from drumline.executor.calls import CLOSE_WAIT_S, CallTable
+from drumline.executor.explain import Doing
+from drumline.executor.future import Aggregator, Call
 from drumline.executor.grace import Grace
+from drumline.executor.keeper import KeeperSettings
+from drumline.executor.outbox import Outbox
 from drumline.parallel.layout import device_index, global_rank, local_rank_of
 from drumline.parallel.rendezvous import create_rendezvous
 from drumline.processes import (
@@ -47,6 +53,7 @@ from drumline.processes import (
     fold,
     starting_worker_name,
 )
+from drumline.processes.linux import process_state
 from drumline.transport import (
     ArenaWriter,
     Part,
@@ -91,10 +98,19 @@ class MultiprocExecutor(Executor):
     def _start(self) -> None:
         self.codec = make_codec()
         self._encoder = CallEncoder(self.codec)
-        self._table = CallTable(self.waiter, self._drain, self.output_rank, self.world_size)
+        self._table = CallTable(
+            self.waiter,
+            self._drain,
+            self.output_rank,
+            self.world_size,
+            pump=self._pump,
+            look=self._look,
+            keeper=KeeperSettings(role="executor", long_wait_s=self.process.long_wait_s, queue=self._queue_text),
+        )
         self._all_ranks = range(self.world_size)
         self._one_rank = tuple((rank,) for rank in self._all_ranks)
         self._send_lock = threading.Lock()
+        self._outbox = Outbox(self.process.rpc_backlog_bytes)
         self._members: list[Member] = []
         self._make_channels()
         forkserver = self._forkserver or self._start_forkserver()
@@ -119,6 +135,8 @@ class MultiprocExecutor(Executor):
         self._cleanup.callback(self._close_channels)
         if layout.arena is not None:
             self._arena = create_arena("executor-arena", layout.arena.data_bytes, self.world_size)
+        self._cleanup.callback(lambda: self._table.keeper.join(CLOSE_WAIT_S))
+        self._table.keeper.start()
         buf = self._segment.buf
         layout.init(buf)
         self._progress = layout.progress_of(buf)
@@ -153,7 +171,7 @@ class MultiprocExecutor(Executor):
             for rank in self._all_ranks:
                 local_rank = local_rank_of(self.parallel, rank)
                 device = self._device_text(local_rank)
-                task = WorkerTask(config=config, rank=rank, local_rank=local_rank, device=device)
+                task = WorkerTask(config=config, rank=rank, local_rank=local_rank, device=device, owner_pid=os.getpid())
                 spec = ProcessSpec(
                     role=starting_worker_name(global_rank(self.parallel, rank)),
                     target="drumline.worker.main:main",
@@ -199,11 +217,15 @@ class MultiprocExecutor(Executor):
         *,
         rank_args: Sequence[Sequence[Any]] | None = None,
         aggregators: Sequence[Aggregator] = (),
+        expected_s: float = 0.0,
     ) -> Any:
         """See :meth:`Executor.collective_rpc`."""
         self._raise_if_failed()
-        self._table.refuse_aggregator()
+        table = self._table
+        table.refuse_aggregator()
         reply_rank = self._check_call(reply_rank, args, kwargs, rank_args)
+        if non_block and self._outbox.past_limit(table.held):
+            self._refuse_backlog(method)
         deadline = deadline_after(timeout)
         message = self._encoder.encode(method, args, kwargs, rank_args)
         if reply_rank is None or aggregators:
@@ -212,37 +234,99 @@ class MultiprocExecutor(Executor):
         else:
             ranks = self._one_rank[reply_rank]
             replying = reply_rank
-        single = reply_rank is not None or bool(aggregators)
-        name = method_name(method)
-        self._acquire_sending(name, deadline)
-        try:
-            call = self._table.begin(name, ranks, single=single, deadline=deadline, aggregators=aggregators)
+        with self._send_lock:
+            call = table.begin(
+                method if isinstance(method, str) else method_name(method),
+                ranks,
+                single=reply_rank is not None or bool(aggregators),
+                deadline=deadline,
+                aggregators=aggregators,
+                expected_s=expected_s,
+            )
             self._send(call, message.parts(call.id, replying))
-        finally:
-            self._send_lock.release()
         return call if non_block else call.result()
 
-    def _acquire_sending(self, name: str, deadline: float | None) -> None:
-        """The right to send, within the call's deadline."""
-        left = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
-        if not self._send_lock.acquire(timeout=left):
-            raise RPCTimeoutError(f"RPC call to {name} timed out. It was never sent: an earlier one waits for room")
-
     def _send(self, call: Call, parts: Sequence[Part]) -> None:
+        """Into the ring, or into the outbox. ``_send_lock`` is held."""
         try:
-            self._calls.enqueue(parts, self.waiter, call.deadline, self._while_full)
-        except RPCTimeoutError as exc:
-            error = RPCTimeoutError(f"RPC call to {call.method} timed out. It was never sent: {exc}")
-            self._table.withdraw(call, error)
-            raise error from None
+            if not self._outbox and self._calls.try_write(parts):
+                return
         except BaseException as exc:
             self._table.withdraw(call, exc)
             raise
+        call.sent = False
+        self._outbox.put(call, parts)
+        self._table.unsent = len(self._outbox)
+        self._table.keeper.wake()
 
-    def _while_full(self) -> None:
-        """The broadcast ring is full: workers may be waiting for us to take their answers."""
-        self._raise_if_failed()
-        self._table.collect()
+    def _pump(self) -> None:
+        """Send what waits for room, as far as there is some."""
+        now = time.monotonic()
+        with self._send_lock:
+            if self._stopping or self._failure is not None:
+                self._outbox.clear()
+            while self._outbox and self._pump_one(now):
+                pass
+            self._table.unsent = len(self._outbox)
+
+    def _pump_one(self, now: float) -> bool:
+        """Send the oldest call of the outbox, or drop it if it has ended. False if there is no room."""
+        call, data = self._outbox.first()
+        if call.deadline is not None and call.deadline <= now:
+            self._table.expire(now, call)
+        error: BaseException | None = None
+        if not call.done_already:
+            try:
+                if not self._calls.try_write((data,)):
+                    return False
+            except MessageTooLargeError as exc:
+                error = exc
+            else:
+                call.sent = True
+        self._outbox.drop_first()
+        if not call.sent:
+            self._table.withdraw(call, error)
+        return True
+
+    def _refuse_backlog(self, method: Method) -> None:
+        held = self._table.recount()
+        if self._outbox.past_limit(held):
+            raise RPCBacklogError(
+                f"RPC call to {method_name(method)} refused: {len(self._outbox)} calls wait for room "
+                f"({self._outbox.bytes} bytes) and answers that nobody has taken hold {held} bytes, together more than "
+                f"rpc_backlog_bytes ({self._outbox.limit}). Take results or let go of their futures, or raise "
+                "--rpc-backlog-bytes"
+            )
+
+    # What workers are doing, for texts.
+
+    def _look(self, ranks: Iterable[int]) -> Sequence[Doing]:
+        seen = self._progress.seen()
+        doings = []
+        for rank in ranks:
+            member = self._members[rank]
+            call_id, since_ns, ended = seen[rank]
+            doings.append(
+                Doing(
+                    rank=rank,
+                    name=member.name,
+                    pid=member.pid,
+                    state=process_state(member.pid),
+                    call_id=call_id,
+                    since=since_ns / 1e9 if call_id > ended else None,
+                )
+            )
+        return doings
+
+    def _queue_text(self) -> str:
+        """Who keeps calls from being sent."""
+        waiting = self._table.unsent
+        if not waiting:
+            return ""
+        with self._send_lock:
+            backlog = self._calls.backlog()
+        slots = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(backlog))
+        return f" {waiting} calls wait for room in the broadcast queue; slots not read yet: {slots}."
 
     def _drain(self) -> None:
         """Take all answers that have arrived. The table's lock is held."""
@@ -252,13 +336,13 @@ class MultiprocExecutor(Executor):
                 message = reader.poll()
                 if message is None:
                     break
-                call_id = answer_id(message.data)
+                call_id, size = answer_id(message.data), message.data.nbytes
                 try:
                     value = decode_answer(self.codec, message.data)
                 except Exception as exc:  # noqa: BLE001  a class that only the worker has, say: the caller's to see
                     self._table.unreadable(rank, call_id, exc)
                 else:
-                    self._table.answer(rank, call_id, value)
+                    self._table.answer(rank, call_id, value, size)
                 finally:
                     message.release()
 

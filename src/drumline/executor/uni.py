@@ -30,18 +30,23 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
 from drumline.errors import FailureReport, StartupError
 from drumline.executor.base import Executor, Method, WorkerState, method_name
-from drumline.executor.calls import Aggregator, Call, CallTable
+from drumline.executor.calls import CLOSE_WAIT_S, CallTable
+from drumline.executor.explain import Doing
+from drumline.executor.future import Aggregator, Call
+from drumline.executor.keeper import KeeperSettings
 from drumline.platforms.host import cores
+from drumline.processes.linux import process_state
 from drumline.processes.reports import make_report
 from drumline.transport import deadline_after
+from drumline.worker.outputs import OutputThread, is_async
 from drumline.worker.protocol import WorkerContext
-from drumline.worker.wrapper import bind, name_of, start_worker, step_of, stop_worker
+from drumline.worker.wrapper import bind, init_output_thread, name_of, start_worker, step_of, stop_worker
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +68,19 @@ class UniExecutor(Executor):
             self._refuse(f"uni runs one worker, the world size is {self.world_size}: use mp")
 
     def _start(self) -> None:
-        self._table = CallTable(self.waiter, lambda: None, self.output_rank, 1)
+        self._table = CallTable(
+            self.waiter,
+            lambda: None,
+            self.output_rank,
+            1,
+            look=self._look,
+            keeper=KeeperSettings(long_wait_s=self.process.long_wait_s),
+        )
+        self._table.keeper.start()
+        self._begun = (0, 0.0)
+        """The last call that the worker has begun, and when."""
+        self._ended_id = 0
+        self._outputs = OutputThread(lambda: init_output_thread(self._made.object))
         self._send_lock = threading.Lock()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._state = WorkerState(rank=0, name=self._name, pid=os.getpid(), phase="starting")
@@ -105,6 +122,7 @@ class UniExecutor(Executor):
         *,
         rank_args: Sequence[Sequence[Any]] | None = None,
         aggregators: Sequence[Aggregator] = (),
+        expected_s: float = 0.0,
     ) -> Any:
         """See :meth:`Executor.collective_rpc`."""
         self._raise_if_failed()
@@ -115,7 +133,12 @@ class UniExecutor(Executor):
         own = rank_args[0] if rank_args is not None else ()
         with self._send_lock:
             call = self._table.begin(
-                method_name(method), (0,), single=single, deadline=deadline, aggregators=aggregators
+                method_name(method),
+                (0,),
+                single=single,
+                deadline=deadline,
+                aggregators=aggregators,
+                expected_s=expected_s,
             )
             self._jobs.put((call, method, (*args, *own), kwargs or {}))
         return call if non_block else call.result()
@@ -146,7 +169,8 @@ class UniExecutor(Executor):
             return super()._step(method, args, non_block)
         try:
             self._step_here = step = _StepHere(method, time.monotonic() + self.process.execute_timeout_s)
-            step.value = bind(self._made.object, method)(*args)
+            value = bind(self._made.object, method)(*args)
+            step.value = value.get_output() if is_async(value) else value
         except BaseException as exc:  # noqa: BLE001  as in _call
             call = self._table.begin(method, (0,), single=True, deadline=None)
             self._call_failed(call, method, args, exc)
@@ -203,14 +227,41 @@ class UniExecutor(Executor):
         return True
 
     def _call(self, worker: Any, call: Call, method: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._begun = call.id, time.monotonic()
         try:
             value = bind(worker, method)(*args, **kwargs)
         except BaseException as exc:  # noqa: BLE001  SystemExit too: the worker cannot leave this process
             self._call_failed(call, call.method, args, exc)
         else:
-            with self._table.lock:
-                self._table.answer(0, call.id, value)
-            self.waiter.ring()
+            if is_async(value) or not self._outputs.idle:
+                self._outputs.give(lambda error: self._finish(call, args, value, error))
+                return
+            self._answer(call, value)
+        self._ended_id = call.id
+
+    def _answer(self, call: Call, value: Any) -> None:
+        with self._table.lock:
+            self._table.answer(0, call.id, value)
+        self.waiter.ring()
+
+    def _finish(self, call: Call, args: tuple[Any, ...], value: Any, error: BaseException | None) -> None:
+        """In the output thread."""
+        try:
+            if error is not None:
+                raise error
+            value = value.get_output() if is_async(value) else value
+        except BaseException as exc:  # noqa: BLE001  as in _call
+            self._call_failed(call, call.method, args, exc)
+        else:
+            self._answer(call, value)
+        self._ended_id = call.id
+
+    def _look(self, ranks: Iterable[int]) -> Sequence[Doing]:
+        call_id, since = self._begun
+        state = process_state(os.getpid())
+        busy = call_id > self._ended_id
+        pid, name = os.getpid(), self._name
+        return [Doing(rank=0, name=name, pid=pid, state=state, call_id=call_id, since=since if busy else None)]
 
     def _call_failed(self, call: Call, method: str, args: tuple[Any, ...], exc: BaseException) -> None:
         report = make_report(exc, role=self._name, rank=0, phase=method, step=step_of(method, args))
@@ -247,6 +298,9 @@ class UniExecutor(Executor):
             self._thread.join(2 * self.process.shutdown_timeout_s)
         if self._thread.is_alive():
             log.warning("the worker does not return from its call; it is left alone until this process ends")
+        elif not self._outputs.stop(self.process.shutdown_timeout_s):
+            log.warning("an output does not get finished; it is left alone until this process ends")
+        self._table.keeper.join(CLOSE_WAIT_S)
 
 
 class _StepHere:
@@ -270,6 +324,20 @@ class _StepHere:
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """None: a step that failed has another future."""
         return None
+
+    def cancel(self) -> bool:
+        """It has ended already."""
+        return False
+
+    cancelled = cancel
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        """Called at once."""
+        callback(self)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        yield from ()
+        return self.value
 
 
 class _Made:

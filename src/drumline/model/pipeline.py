@@ -185,7 +185,7 @@ def make_stage(
     stages = config.parallel.pipeline_parallel_size
     if stages == 1:
         return Stage()
-    in_flight = stages + (1 if config.scheduler.async_scheduling else 0)
+    in_flight = stages + (0 if config.scheduler.async_scheduling is False else 1)
     longest = 128 + _STEP.size + 4 * config.scheduler.max_num_seqs
     if steps_unread(in_flight) * longest > MAIL_BYTES:
         raise ConfigError(

@@ -5,7 +5,8 @@
     executor                      segment                     this process, main thread
     collective_rpc  --------->  broadcast ring  ---------->   poll -> decode -> release -> run
     CallTable.answer <--------  answer ring     <----------   encode (if this rank answers)
-                                progress words  <----------   end
+                                progress words  <----------   begin, end
+                                                              (or the output thread: outputs.py)
     Supervisor      <-------------------------------------    CallFailed, over the control connection
 
 It sleeps on one waiter, which every change rings: a call, room in the answer ring, the wish to end. The payload of a
@@ -14,18 +15,28 @@ call is garbage before the next one is waited for: everything that refers to it 
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from drumline.errors import FailureReport
+from drumline.errors import FailureReport, RPCTimeoutError
 from drumline.transport.broadcast import QueueWriter
 from drumline.transport.codec import CodecRegistry
 from drumline.transport.ring import Message, RingReader
 from drumline.transport.waiter import Waiter
+from drumline.worker.outputs import OutputThread, is_async
 from drumline.worker.segment import Progress
-from drumline.worker.wire import ALL_RANKS, CallDecoder, CallFailed, CallHead, encode_answer, read_head
-from drumline.worker.wrapper import bind, step_of
+from drumline.worker.wire import ALL_RANKS, CallDecoder, CallFailed, CallHead, Request, encode_answer, read_head
+from drumline.worker.wrapper import bind, init_output_thread, step_of
+
+log = logging.getLogger(__name__)
+
+OUTPUT_STOP_S = 1.0
+"""How long a worker that ends waits for outputs that are not finished."""
 
 
 class WorkerStop(BaseException):
@@ -55,6 +66,8 @@ class WorkerLoop:
         stopping: Callable[[], bool],
         make_report: Callable[[BaseException, str, int | None], FailureReport],
         send_failure: Callable[[CallFailed], None],
+        describe_owner: Callable[[], str] = lambda: "the executor",
+        long_wait_s: float = 60.0,
     ) -> None:
         """Make the loop; :meth:`run` runs it.
 
@@ -64,7 +77,9 @@ class WorkerLoop:
             channels: its ends.
             stopping: whether it should end; whoever makes it true rings the waiter.
             make_report: report of an exception, the method it came from and the step.
-            send_failure: sends over the control connection.
+            send_failure: sends over the control connection; any thread.
+            describe_owner: the executor's process, for log lines.
+            long_wait_s: a wait for room in the answer ring that takes longer is explained in the log.
 
         """
         self._worker = worker
@@ -78,11 +93,19 @@ class WorkerLoop:
         self._stopping = stopping
         self._make_report = make_report
         self._send_failure = send_failure
+        self._describe_owner = describe_owner
+        self._long_wait_s = long_wait_s
+        self._fail_lock = threading.Lock()
+        self._outputs = OutputThread(lambda: init_output_thread(worker), channels.waiter.ring)
 
     def run(self) -> None:
         """Serve calls. Ends with WorkerStop when asked to."""
-        while True:
-            self._serve_next()
+        try:
+            while True:
+                self._serve_next()
+        finally:
+            if not self._outputs.stop(OUTPUT_STOP_S):
+                log.warning("an output does not get finished; it is left alone")
 
     def _serve_next(self) -> None:
         message = self._waiter.wait(self._next)
@@ -96,36 +119,128 @@ class WorkerLoop:
 
     def _serve(self, message: Message) -> None:
         head = read_head(message.data)
-        owed = head.reply_rank in (self._rank, ALL_RANKS)
+        self._progress.begin(self._rank, head.call_id)
         try:
-            self._run(head, message, owed)
+            try:
+                request = self._decoder.decode(head, message.data)
+            finally:
+                message.release()
         except Exception as exc:  # noqa: BLE001  whatever a call raises is reported, and the loop goes on
-            self._fail(head, owed, exc, "decoding a call", None)
-        self._progress.end(self._rank, head.call_id)
+            self._fail(_Done(head, "decoding a call", None), exc)
+            self._end(head)
+            return
+        self._run(head, request)
 
-    def _run(self, head: CallHead, message: Message, owed: bool) -> None:
-        """Run one call and answer. Raises only if the call cannot be decoded."""
-        try:
-            request = self._decoder.decode(head, message.data)
-        finally:
-            message.release()
+    def _run(self, head: CallHead, request: Request) -> None:
+        """Run one call, answer if this rank is to, note its end."""
         method, args, kwargs = request
+        owed = head.reply_rank == self._rank or head.reply_rank == ALL_RANKS
         try:
             value = bind(self._worker, method)(*args, **kwargs)
-            if owed:
-                self._answer(encode_answer(self._codec, head.call_id, value))
+            if not owed:
+                self._end(head)
+            elif is_async(value) or not self._outputs.idle:
+                self._give(_Done(head, *name_and_step(method, args)), value)
+            else:
+                self._answer(head, request, value)
         except Exception as exc:  # noqa: BLE001
-            name = method if isinstance(method, str) else getattr(method, "__qualname__", repr(method))
-            self._fail(head, owed, exc, name, step_of(name, args))
+            self._fail(_Done(head, *name_and_step(method, args)), exc)
+            self._end(head)
 
-    def _answer(self, parts: list[Any]) -> None:
-        self._answers.enqueue(parts, self._waiter, None, self._check_stop)
+    def _answer(self, head: CallHead, request: Request, value: Any) -> None:
+        """Encode and send here. With no room in the ring the output thread waits for some instead of the loop."""
+        parts = encode_answer(self._codec, head.call_id, value)
+        if self._answers.try_write(parts):
+            self._progress.end(self._rank, head.call_id)
+        else:
+            self._give(_Done(head, *name_and_step(request.method, request.args)), _Encoded(parts))
+
+    def _end(self, head: CallHead) -> None:
+        """The call has ended on this rank; said only once the calls before it have."""
+        if self._outputs.idle:
+            self._progress.end(self._rank, head.call_id)
+        else:
+            self._outputs.give(lambda error: self._progress.end(self._rank, head.call_id))
+
+    # Outputs that the output thread finishes.
+
+    def _give(self, done: _Done, value: Any) -> None:
+        outputs = self._outputs
+        if outputs.full:
+            outputs.awaited = True
+            self._waiter.wait(self._room_for_output)
+            outputs.awaited = False
+        outputs.give(lambda error: self._finish(done, value, error))
+
+    def _room_for_output(self) -> bool | None:
+        self._check_stop()
+        return None if self._outputs.full else True
+
+    def _finish(self, done: _Done, value: Any, error: BaseException | None) -> None:
+        """In the output thread: finish, encode, send, note the end."""
+        try:
+            if error is not None:
+                raise error
+            if isinstance(value, _Encoded):
+                parts = value.parts
+            else:
+                value = value.get_output() if is_async(value) else value
+                parts = encode_answer(self._codec, done.head.call_id, value)
+            self._send(parts, done)
+        except WorkerStop:
+            return
+        except BaseException as exc:  # noqa: BLE001  a failure like any other
+            with contextlib.suppress(WorkerStop):  # the owner is gone: the loop ends by itself
+                self._fail(done, exc)
+        self._progress.end(self._rank, done.head.call_id)
+
+    def _send(self, parts: list[Any], done: _Done) -> None:
+        """Wait for room as long as it takes: the executor may have reasons. A long wait is explained in the log."""
+        began = time.monotonic()
+        patience = self._long_wait_s
+        while True:
+            try:
+                self._answers.enqueue(parts, self._waiter, began + patience, self._check_stop)
+                return
+            except RPCTimeoutError as exc:
+                waited = time.monotonic() - began
+                log.warning(
+                    "rank %d: %.0f s of waiting to send the answer to %s (call %d) to %s: %s",
+                    *(self._rank, waited, done.name, done.head.call_id, self._describe_owner(), exc),
+                )
+                patience = 2 * waited
 
     def _check_stop(self) -> None:
         if self._stopping():
             raise WorkerStop
 
-    def _fail(self, head: CallHead, owed: bool, exc: BaseException, name: str, step: int | None) -> None:
-        report = self._make_report(exc, name, step)
-        self._progress.count_failure(self._rank)
+    def _fail(self, done: _Done, exc: BaseException) -> None:
+        """Either thread."""
+        head = done.head
+        owed = head.reply_rank in (self._rank, ALL_RANKS)
+        report = self._make_report(exc, done.name, done.step)
+        with self._fail_lock:
+            self._progress.count_failure(self._rank)
         self._send_failure(CallFailed(head.call_id, owed, report))
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A call whose method has returned or raised, for its report."""
+
+    head: CallHead
+    name: str
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """An answer for which there was no room."""
+
+    parts: list[Any]
+
+
+def name_and_step(method: str | Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, int | None]:
+    """How reports name a call, and the step that it belongs to."""
+    name = method if isinstance(method, str) else getattr(method, "__qualname__", repr(method))
+    return name, step_of(name, args)

@@ -21,6 +21,7 @@ from drumline.errors import ChannelClosedError, FailureReport
 from drumline.parallel.layout import Layout
 from drumline.parallel.rendezvous import init_method_for
 from drumline.processes.child import ChildContext
+from drumline.processes.linux import process_state
 from drumline.processes.reports import make_report
 from drumline.transport import ArenaReader, Doorbell, QueueWriter, RingReader, RingWriter, SharedMemory, Waiter
 from drumline.worker.loop import Channels, WorkerLoop, WorkerStop
@@ -42,6 +43,8 @@ class WorkerTask:
     local_rank: int
     device: str
     """Which physical device it has, for its log."""
+    owner_pid: int = 0
+    """The executor's process."""
 
 
 def main(child: ChildContext, payload: bytes) -> None:
@@ -103,6 +106,8 @@ class WorkerProcess:
             stopping=lambda: self._child.stopping,
             make_report=self._report,
             send_failure=self._send_failure,
+            describe_owner=self._describe_owner,
+            long_wait_s=self._task.config.process.long_wait_s,
         )
         self._child.ready()
         loop.run()
@@ -140,6 +145,10 @@ class WorkerProcess:
             self._child.send(encode_failure(failure))
         except ChannelClosedError:
             raise WorkerStop from None
+
+    def _describe_owner(self) -> str:
+        pid = self._task.owner_pid
+        return f"the executor (pid {pid}, state {process_state(pid) or 'gone'})"
 
     def _shut_down(self) -> None:
         worker, self._worker = self._worker, None

@@ -15,6 +15,7 @@ from drumline.config import EngineConfig
 from drumline.plan.kv import KVConfig, KVSpec
 from drumline.plan.step import StepOutput, StepPlan
 from drumline.transport.codec import CodecRegistry
+from drumline.worker.outputs import AsyncOutput
 
 
 @dataclass(kw_only=True)
@@ -62,10 +63,11 @@ class Worker(Protocol):
     def compile_or_warm_up_model(self) -> None:
         """Run what is slow the first time."""
 
-    def execute_model(self, plan: StepPlan) -> StepOutput | None:
-        """Run one step. None if ``plan.defer_sampling``, or on a rank that does not sample."""
+    def execute_model(self, plan: StepPlan) -> StepOutput | AsyncOutput | None:
+        """Run one step. None if ``plan.defer_sampling``, or on a rank that does not sample. AsyncOutput: finished and
+        sent by the output thread, while the next call runs."""
 
-    def sample_tokens(self, step: int, grammar: Any) -> StepOutput | None:
+    def sample_tokens(self, step: int, grammar: Any) -> StepOutput | AsyncOutput | None:
         """Sample the step that execute_model left unsampled. None on a rank that does not sample."""
 
     def execute_dummy_batch(self) -> None:
@@ -73,6 +75,9 @@ class Worker(Protocol):
 
     def check_health(self) -> None:
         """Raise if the device does not work any more."""
+
+    def init_output_thread(self) -> None:
+        """Called once in the thread that finishes AsyncOutputs, before the first: set the device. May be missing."""
 
     def shutdown(self) -> None:
         """Free everything. Called once, also after a failed start."""

@@ -7,9 +7,10 @@
     answer ring 0      worker 0 -> executor            answers
     answer ring 1 ...
 
-A progress line has two 64-bit words: the id of the last call that the rank has ended (well or not), and how many
-failures it has sent over its control connection. The executor reads them only after a failure, to find out whether all
-ranks have ended the call that failed and whether it has heard of all failures.
+A progress line has four 64-bit words: the id of the last call that the rank has ended (well or not), how many failures
+it has sent over its control connection, the id of the last call that it has begun, and when (CLOCK_MONOTONIC, ns). The
+executor reads the first two only after a failure, to find out whether all ranks have ended the call that failed and
+whether it has heard of all failures; the others to say what a rank is doing that has not answered.
 
 Large buffers of calls have an arena of their own (:mod:`drumline.transport.arena`), since readers map it read-only and
 views of it may outlive the rest. The doorbells lie in memory of their own, 64 bytes each (the executor's may be shared
@@ -19,6 +20,7 @@ with other things it waits for).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import monotonic_ns
 
 from drumline.config import ProcessConfig
 from drumline.transport.arena import ArenaLayout
@@ -92,6 +94,13 @@ class Progress:
         self._words = buf.cast("Q")
         self._ranks = range(0, len(self._words), _WORDS)
 
+    def begin(self, rank: int, call_id: int) -> None:
+        """This rank begins this call. For texts only: in no order with anything else."""
+        at = rank * _WORDS
+        words = self._words
+        words[at + 3] = monotonic_ns()
+        words[at + 2] = call_id
+
     def end(self, rank: int, call_id: int) -> None:
         """This rank has ended this call, and everything that it had to say about it has been said."""
         fence()
@@ -106,6 +115,11 @@ class Progress:
         ended = [self._words[at] for at in self._ranks]
         fence()
         return ended
+
+    def seen(self) -> list[tuple[int, int, int]]:
+        """For each rank: the last call that it has begun (0: none), when (ns), the last that it has ended."""
+        words = self._words
+        return [(words[at + 2], words[at + 3], words[at]) for at in self._ranks]
 
     def failures(self) -> list[int]:
         """For each rank the number of failures that it has sent or is about to send."""

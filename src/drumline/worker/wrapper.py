@@ -129,6 +129,11 @@ def stop_worker(worker: Any) -> None:
     _call_if_there(worker, "shutdown")
 
 
+def init_output_thread(worker: Any) -> None:
+    """Call ``init_output_thread`` where it exists, in the thread that finishes outputs: it sets the device there."""
+    _call_if_there(worker, "init_output_thread")
+
+
 def worker_health(worker: Any) -> None:
     """Call ``check_health`` where it exists: a worker that answers at all is healthy without it."""
     _call_if_there(worker, "check_health")
