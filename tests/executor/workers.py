@@ -216,3 +216,54 @@ class Gloo(Plain):
     def shutdown(self) -> None:
         self.groups.close()
         super().shutdown()
+
+
+class Output:
+    """An output that is not finished yet."""
+
+    def __init__(self, value: Any, delay_s: float = 0.0, error: Exception | None = None) -> None:
+        self.value, self.delay_s, self.error = value, delay_s, error
+
+    def get_output(self) -> Any:
+        time.sleep(self.delay_s)
+        if self.error is not None:
+            raise self.error
+        return self.value() if callable(self.value) else self.value
+
+
+class Deferred(Plain):
+    """Its methods return before their outputs are finished."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self.prepared: list[str] = []
+        self.finished: list[Any] = []
+
+    def init_output_thread(self) -> None:
+        self.prepared.append(threading.current_thread().name)
+        if os.environ.get("DRUMLINE_TEST_FAIL") == "init_output_thread":
+            raise ValueError("no device")
+
+    def later(self, value: Any, delay_s: float = 0.0) -> Output:
+        self.seen.append((value, time.monotonic()))
+
+        def finish() -> Any:
+            self.finished.append((value, threading.current_thread().name, time.monotonic()))
+            return self.rank, value
+
+        return Output(finish, delay_s)
+
+    def fail_later(self, delay_s: float = 0.0) -> Output:
+        return Output(None, delay_s, OddError(1, 2, 3))
+
+    def unpicklable_later(self) -> Output:
+        return Output(threading.Lock())
+
+    def leave_later(self) -> Output:
+        return Output(lambda: sys.exit(3))
+
+    def get_finished(self) -> list[Any]:
+        return self.finished
+
+    def get_prepared(self) -> list[str]:
+        return self.prepared

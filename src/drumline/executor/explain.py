@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from drumline.processes.reports import span
+
 _STATES = {
     "": "gone",
     "R": "running (R)",
@@ -71,7 +73,7 @@ def _of_rank(call_id: int, doing: Doing, name_of: Callable[[int], str], now: flo
         if doing.since is None:
             return f"{doing.who()}: has ended it"
         return (
-            f"{doing.who()}: running it for {_span(now - doing.since)}"
+            f"{doing.who()}: running it for {span(now - doing.since)}"
             if doing.call_id == call_id
             else _busy(doing, name_of, now)
         )
@@ -90,8 +92,4 @@ def current(doing: Doing, name_of: Callable[[int], str], now: float) -> str:
         return "waiting for a call"
     name = name_of(doing.call_id)
     what = f"{name} (call {doing.call_id})" if name else f"call {doing.call_id}"
-    return f"running {what} for {_span(now - doing.since)}"
-
-
-def _span(seconds: float) -> str:
-    return f"{max(seconds, 0.0):.1f} s" if seconds < 100 else f"{seconds:.0f} s"
+    return f"running {what} for {span(now - doing.since)}"

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from drumline.errors import ChannelClosedError
+from drumline.processes.reports import span
 
 if TYPE_CHECKING:
     from drumline.executor.calls import CallTable, Sleeper
@@ -167,9 +168,10 @@ class Keeper:
         waited = self._late.look(oldest, now)
         if waited is None or oldest is None:
             return
+        self._table.collect()  # what has arrived and nobody has looked at is not late
         what = self._table.describe(oldest[0])
         if what:
-            log.warning("%s: %.0f s of waiting for %s%s", self._settings.role, waited, what, self._settings.queue())
+            log.warning("%s: %s of waiting for %s%s", self._settings.role, span(waited), what, self._settings.queue())
 
 
 class _LongWait:

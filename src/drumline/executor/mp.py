@@ -13,8 +13,8 @@
       death -> CallTable.close -> failure thread: kills the rest, calls the failure callbacks
 
 A call for which the broadcast ring has no room waits in the outbox, in order, encoded; whoever next waits for an
-answer, or else the keeper, sends it once there is room. So nobody ever waits with a lock held, a call that is not waited
-for returns at once, and a deadline or a death ends it in the outbox like anywhere else.
+answer, or else the keeper, sends it once there is room. So nobody ever waits with a lock held, a call that is not
+waited for returns at once, and a deadline or a death ends it in the outbox like anywhere else.
 
 Locks. ``_send_lock`` makes "take the next id" and "write into the ring, or else the outbox" one act. ``CallTable.lock``
 may be taken while it is held, never the other way round. Both are held for moments only.

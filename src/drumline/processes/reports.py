@@ -34,6 +34,11 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def span(seconds: float) -> str:
+    """A length of time as texts have it: ``3.2 s``, ``125 s``."""
+    return f"{max(seconds, 0.0):.1f} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
 def make_report(
     error: BaseException,
     *,

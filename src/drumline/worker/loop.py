@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drumline.errors import FailureReport, RPCTimeoutError
+from drumline.processes.reports import span
 from drumline.transport.broadcast import QueueWriter
 from drumline.transport.codec import CodecRegistry
 from drumline.transport.ring import Message, RingReader
@@ -205,8 +206,8 @@ class WorkerLoop:
             except RPCTimeoutError as exc:
                 waited = time.monotonic() - began
                 log.warning(
-                    "rank %d: %.0f s of waiting to send the answer to %s (call %d) to %s: %s",
-                    *(self._rank, waited, done.name, done.head.call_id, self._describe_owner(), exc),
+                    "rank %d: %s of waiting to send the answer to %s (call %d) to %s: %s",
+                    *(self._rank, span(waited), done.name, done.head.call_id, self._describe_owner(), exc),
                 )
                 patience = 2 * waited
 
