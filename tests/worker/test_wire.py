@@ -22,6 +22,7 @@ from drumline.worker.wire import (
     CallFailed,
     Request,
     answer_id,
+    call_parts,
     decode_answer,
     decode_failure,
     encode_answer,
@@ -42,7 +43,7 @@ def message(
     kwargs: Mapping[str, Any] | None = None,
     own: Sequence[Sequence[Any]] | None = None,
 ) -> memoryview:
-    parts = CallEncoder(CODEC).encode(method, args, kwargs, own).parts(12345678901, ALL_RANKS)
+    parts = call_parts(CallEncoder(CODEC).encode(method, args, kwargs, own), 12345678901, ALL_RANKS)
     return memoryview(b"".join(bytes(part) for part in parts))
 
 

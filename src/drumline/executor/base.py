@@ -375,7 +375,7 @@ class Executor(ABC):
         rank_args: Sequence[Sequence[Any]] | None,
     ) -> int | None:
         """``reply_rank`` as an int; ValueError if anything is not what :meth:`collective_rpc` takes."""
-        if not isinstance(args, Sequence) or isinstance(args, str):
+        if type(args) is not tuple and (not isinstance(args, Sequence) or isinstance(args, str)):
             raise ValueError(f"args must be a tuple or list of positional arguments, not {args!r}")
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise ValueError(f"kwargs must be a mapping of keyword arguments, not {kwargs!r}")
@@ -387,6 +387,8 @@ class Executor(ABC):
                 raise ValueError("rank_args must have a tuple or list of positional arguments for each rank")
         if reply_rank is None:
             return None
+        if type(reply_rank) is int and 0 <= reply_rank < self.world_size:
+            return reply_rank
         if isinstance(reply_rank, bool) or not hasattr(reply_rank, "__index__"):
             raise ValueError(f"reply_rank must be a rank (an int), not {reply_rank!r}")
         if not 0 <= reply_rank < self.world_size:

@@ -71,6 +71,7 @@ from drumline.worker.wire import (
     ALL_RANKS,
     CallEncoder,
     answer_id,
+    call_parts,
     decode_answer,
     decode_failure,
     make_codec,
@@ -243,7 +244,7 @@ class MultiprocExecutor(Executor):
                 aggregators=aggregators,
                 expected_s=expected_s,
             )
-            self._send(call, message.parts(call.id, replying))
+            self._send(call, call_parts(message, call.id, replying))
         return call if non_block else call.result()
 
     def _send(self, call: Call, parts: Sequence[Part]) -> None:

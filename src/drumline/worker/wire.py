@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -40,6 +41,8 @@ _ANSWER = struct.Struct("<QB")
 _SINGLE = 1  # the arguments are one positional argument
 _FUNCTION = 2  # the method is a pickled function
 _OWN = 4  # ranks have arguments of their own
+
+_NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 Buffer = bytes | bytearray | memoryview
 
@@ -101,8 +104,8 @@ class CallEncoder:
         rank_args: Sequence[Sequence[Any]] | None,
     ) -> EncodedCall:
         """Encode everything but the id. Raises what pickle raises. Safe from any thread."""
-        flags = 0
         if isinstance(method, str):
+            flags = 0
             name = self._names.get(method)
             if name is None:
                 name = self._names[method] = method.encode()
@@ -115,7 +118,7 @@ class CallEncoder:
         else:
             kind, parts = self._codec.encode_inline((tuple(args), dict(kwargs) if kwargs else None))
         if rank_args is None:
-            return EncodedCall(flags, kind, 0, name, parts)
+            return flags, kind, 0, name, parts
         lengths: list[Buffer] = []
         own: list[Buffer] = []
         for mine in rank_args:
@@ -123,29 +126,24 @@ class CallEncoder:
             lengths.append(_LENGTH.pack(own_kind, sum(map(_size, own_parts))))
             own.extend(own_parts)
         body = (*lengths, _TOTAL.pack(sum(map(_size, parts))), *parts, *own)
-        return EncodedCall(flags | _OWN, kind, len(lengths), name, body)
+        return flags | _OWN, kind, len(lengths), name, body
 
 
-class EncodedCall:
-    """A call but for its id, which it gets when it is sent."""
+EncodedCall = tuple[int, int, int, bytes, Sequence[Buffer]]
+"""A call but for its id, which it gets when it is sent: flags, kind, ranks with own arguments, name, the rest."""
 
-    __slots__ = ("_body", "_flags", "_kind", "_name", "_ranks")
 
-    def __init__(self, flags: int, kind: int, ranks: int, name: bytes, body: Sequence[Buffer]) -> None:
-        self._flags = flags
-        self._kind = kind
-        self._ranks = ranks
-        self._name = name
-        self._body = body
-
-    def parts(self, call_id: int, reply_rank: int) -> list[Buffer]:
-        """The message."""
-        header = _CALL.pack(call_id, reply_rank, self._flags, self._kind, self._ranks, len(self._name))
-        return [header, self._name, *self._body]
+def call_parts(encoded: EncodedCall, call_id: int, reply_rank: int) -> list[Buffer]:
+    """The message. ``reply_rank``: who answers, or ALL_RANKS."""
+    flags, kind, ranks, name, body = encoded
+    return [_CALL.pack(call_id, reply_rank, flags, kind, ranks, len(name)), name, *body]
 
 
 def _size(part: Buffer) -> int:
     return part.nbytes if isinstance(part, memoryview) else len(part)
+
+
+_new = tuple.__new__  # a third of what a NamedTuple's own constructor takes
 
 
 class CallHead(NamedTuple):
@@ -161,7 +159,7 @@ class CallHead(NamedTuple):
 
 def read_head(data: Buffer) -> CallHead:
     """The header of a call."""
-    return CallHead._make(_CALL.unpack_from(data))
+    return _new(CallHead, _CALL.unpack_from(data))
 
 
 class CallDecoder:
@@ -182,6 +180,8 @@ class CallDecoder:
         else:
             found = self._names.get(name)
             method = found if found is not None else self._names.setdefault(name, name.decode())
+        if head.flags == _SINGLE:  # a step
+            return _new(Request, (method, (self._codec.decode(head.kind, data[at:]),), _NO_KWARGS))
         if not head.flags & _OWN:
             args, kwargs = self._arguments(head, data[at:])
             return Request(method, args, kwargs)
