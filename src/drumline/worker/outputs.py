@@ -13,7 +13,7 @@ only it can make them differ.
 
 Why not always by the output thread: handing over costs two switches of threads, which for an answer that is there
 already is more than encoding and sending it. Round trip of a call to 2 workers on 2 cores, a StepOutput of 256 rows,
-median us: sent by the loop 98, sent by the output thread 151. An answer for which the ring has no room is handed over
+median us: sent by the loop 80, sent by the output thread 134. An answer for which the ring has no room is handed over
 all the same, so that the loop does not stand still because nobody takes answers.
 """
 
