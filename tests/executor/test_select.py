@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from drumline.config import Device, DeviceTable, EngineConfig, ParallelConfig
+from drumline.config import Device, DeviceTable, EngineConfig, ParallelConfig, SchedulerConfig
 from drumline.errors import ConfigError
 from drumline.executor import Executor
 from drumline.executor.mp import MultiprocExecutor
@@ -128,6 +129,16 @@ def test_look_ahead_depends_on_the_class(make: Make) -> None:
         supports_async_scheduling = False
 
     assert make(Plainly, world_size=1).max_concurrent_batches == 1
+    asked = replace(configure(Plainly, 1), scheduler=SchedulerConfig(async_scheduling=True))
+    with pytest.raises(ConfigError, match=r"Plainly: it does not declare supports_async_scheduling.*--async-scheduling"):
+        Plainly(asked)
+
+
+@pytest.mark.parametrize(("look_ahead", "batches"), [(None, 2), (True, 2), (False, 1)])
+def test_how_many_plans_may_be_in_flight(look_ahead: bool | None, batches: int) -> None:
+    config = replace(configure("uni", 1), scheduler=SchedulerConfig(async_scheduling=look_ahead))
+    with UniExecutor(config) as executor:
+        assert executor.max_concurrent_batches == batches
 
 
 def test_a_subclass_of_mp_whose_class_workers_cannot_import(make: Make) -> None:

@@ -283,12 +283,11 @@ class EngineCore:
         try:
             output: StepOutput | None = flight.future.result(0.0)
         except RPCTimeoutError as error:
-            raise ExecutorFailedError(self._hang_report(flight)) from error
+            raise ExecutorFailedError(self._hang_report(flight, error)) from error
         return output
 
-    def _hang_report(self, flight: _Flight) -> FailureReport:
+    def _hang_report(self, flight: _Flight, error: RPCTimeoutError) -> FailureReport:
         seconds = self._executor.process.execute_timeout_s
-        workers = "".join(f"\n  {w.name} (pid {w.pid}) in phase {w.phase!r}" for w in self._executor.workers())
         return FailureReport(
             role=self._role,
             host=socket.gethostname(),
@@ -296,7 +295,7 @@ class EngineCore:
             phase="sample_tokens" if flight.sampling else "execute_model",
             step=flight.step,
             what="hang",
-            message=f"the workers gave no answer within {seconds:g} s:{workers}",
+            message=f"the workers gave no answer within {seconds:g} s. {error}",
         )
 
     def _overdue(self, flight: _Flight) -> bool:

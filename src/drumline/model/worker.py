@@ -72,6 +72,10 @@ class ModelWorker:
             raise RuntimeError("the model is not loaded")
         return self._runner
 
+    def init_output_thread(self) -> None:
+        """The current device belongs to a thread."""
+        self.platform.set_device(self.device_index)
+
     def init_device(self) -> None:
         """Open the device and join the groups; then the worker has its name."""
         self.device = self.platform.set_device(self.device_index)
