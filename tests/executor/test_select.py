@@ -130,7 +130,7 @@ def test_look_ahead_depends_on_the_class(make: Make) -> None:
 
     assert make(Plainly, world_size=1).max_concurrent_batches == 1
     asked = replace(configure(Plainly, 1), scheduler=SchedulerConfig(async_scheduling=True))
-    with pytest.raises(ConfigError, match=r"Plainly: it does not declare supports_async_scheduling.*--async-scheduling"):
+    with pytest.raises(ConfigError, match=r"Plainly: it does not declare supports_.*--async-scheduling"):
         Plainly(asked)
 
 
