@@ -104,7 +104,7 @@ class CallTable:
         self.unsent = 0
         """Calls that wait for room. Written by whoever sends."""
         self.held = 0
-        """Bytes of answers that nobody has taken yet, at most (:meth:`recount`)."""
+        """Bytes of answers that nobody had taken when the last one came, at most (:meth:`recount`)."""
         self.looks = 0
         """Times that somebody has looked for answers, so that the keeper knows whether anybody does."""
         self._waiter = waiter
@@ -312,9 +312,13 @@ class CallTable:
     def recount(self) -> int:
         """Bytes of answers that nobody has taken, exactly."""
         with self.lock:
-            while self._freed:
-                self.held -= self._freed.pop()
+            self._reap()
             return self.held
+
+    def _reap(self) -> None:
+        """Take off what was given back. ``lock`` is held."""
+        while self._freed:
+            self.held -= self._freed.pop()
 
     # Callbacks, and what else the keeper does. See keeper.py.
 
@@ -403,6 +407,8 @@ class CallTable:
         call = self._open.get(call_id)
         if call is not None and not call._done:
             if size and not call._asked:
+                if self._freed:
+                    self._reap()
                 self.held += size
                 call._hold(Held(self._freed, size))
             call._take(rank, value)

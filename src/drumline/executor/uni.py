@@ -332,8 +332,11 @@ class _StepHere:
     cancelled = cancel
 
     def add_done_callback(self, callback: Callable[[Any], object]) -> None:
-        """Called at once."""
-        callback(self)
+        """Called at once; what it raises is logged."""
+        try:
+            callback(self)
+        except Exception:
+            log.exception("a callback of %s failed", self.method)
 
     def __await__(self) -> Generator[Any, None, Any]:
         yield from ()
