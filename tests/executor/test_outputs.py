@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
+import numpy as np
 import pytest
 
 from drumline.errors import WorkerCallError
@@ -69,6 +71,30 @@ def test_answers_keep_their_order(executor: Executor) -> None:
     for i, future in enumerate(futures):
         rank = i % executor.world_size
         assert future.result(timeout=20) == ((rank, i) if i % 3 == 0 else (rank, (i,), {}))
+
+
+def test_a_ready_answer_behind_one_is_what_was_returned(executor: Executor) -> None:
+    """The next calls change the list and the array that the method returned while it waits to be sent."""
+    if executor.worker_in_process:
+        pytest.skip("uni hands objects over as they are")
+
+    def get_array(worker: Any) -> Any:
+        if not hasattr(worker, "array"):
+            worker.array = np.zeros(40_000)
+        return worker.array
+
+    def change(worker: Any) -> None:
+        worker.array[:] = 1.0
+
+    before = executor.collective_rpc("get_seen")
+    executor.collective_rpc("later", ("first", 0.2), non_block=True)
+    seen = executor.collective_rpc("get_seen", non_block=True)
+    array = executor.collective_rpc(get_array, non_block=True)
+    executor.collective_rpc("note", (1,), non_block=True)
+    executor.collective_rpc(change, non_block=True)
+    for now, then in zip(seen.result(timeout=20), before, strict=True):
+        assert len(now) == len(then) + 1
+    assert [float(one.sum()) for one in array.result(timeout=20)] == [0.0] * executor.world_size
 
 
 def test_an_error_in_one_is_a_failure_of_its_call(executor: Executor) -> None:

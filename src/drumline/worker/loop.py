@@ -140,7 +140,7 @@ class WorkerLoop:
             value = bind(self._worker, method)(*args, **kwargs)
             if not owed:
                 self._end(head)
-            elif is_async(value) or not self._outputs.idle:
+            elif is_async(value):
                 self._give(_Done(head, *name_and_step(method, args)), value)
             else:
                 self._answer(head, request, value)
@@ -149,12 +149,13 @@ class WorkerLoop:
             self._end(head)
 
     def _answer(self, head: CallHead, request: Request, value: Any) -> None:
-        """Encode and send here. With no room in the ring the output thread waits for some instead of the loop."""
+        """Encode and send here. If the output thread owes something, or there is no room, it gets a copy to send: the
+        next call may change what was returned."""
         parts = encode_answer(self._codec, head.call_id, value)
-        if self._answers.try_write(parts):
+        if self._outputs.idle and self._answers.try_write(parts):
             self._progress.end(self._rank, head.call_id)
         else:
-            self._give(_Done(head, *name_and_step(request.method, request.args)), _Encoded(parts))
+            self._give(_Done(head, *name_and_step(request.method, request.args)), _Encoded([b"".join(parts)]))
 
     def _end(self, head: CallHead) -> None:
         """The call has ended on this rank; said only once the calls before it have."""
@@ -185,8 +186,7 @@ class WorkerLoop:
             if isinstance(value, _Encoded):
                 parts = value.parts
             else:
-                value = value.get_output() if is_async(value) else value
-                parts = encode_answer(self._codec, done.head.call_id, value)
+                parts = encode_answer(self._codec, done.head.call_id, value.get_output())
             self._send(parts, done)
         except WorkerStop:
             return
@@ -236,7 +236,7 @@ class _Done:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """An answer for which there was no room."""
+    """An answer that was ready, and could not be sent at once."""
 
     parts: list[Any]
 
