@@ -111,6 +111,14 @@ def test_the_text_of_a_timeout_names_each_rank(make: Make) -> None:
     )
 
 
+def test_a_health_check_has_a_deadline(make: Make) -> None:
+    executor = make("mp", 2)
+    executor.collective_rpc("sleep", (0.3, 1), non_block=True)
+    with pytest.raises(RPCTimeoutError, match=r"^RPC call to check_health timed out\. Not answered by rank 1 "):
+        executor.check_health(timeout=0.1)
+    executor.check_health()
+
+
 def test_an_idle_executor_costs_nothing(executor: Executor) -> None:
     executor.collective_rpc("echo", non_block=True).result()
     time.sleep(1.3)  # the keeper goes on patrol for a second

@@ -22,7 +22,7 @@ from drumline.worker.wrapper import (
     step_of,
     stop_worker,
     worker_class_name,
-    worker_health,
+    check_health,
 )
 
 
@@ -123,7 +123,7 @@ def test_calls() -> None:
     assert bind(worker, lambda w, x: (w is worker, x))(3) == (True, 3)
     with pytest.raises(AttributeError, match="worker class Base has no method 'nothing'"):
         bind(worker, "nothing")
-    worker_health(worker)
+    check_health(worker)
     stop_worker(worker)
 
 

@@ -34,7 +34,7 @@ from drumline.plan.kv import KVConfig
 from drumline.plan.step import StepOutput, StepPlan
 from drumline.platforms import device_table, resolve_platform
 from drumline.transport import Waiter
-from drumline.worker.wrapper import import_name, worker_health
+from drumline.worker.wrapper import check_health, import_name
 
 if TYPE_CHECKING:
     from drumline.processes import ForkServer
@@ -299,7 +299,7 @@ class Executor(ABC):
     def check_health(self, timeout: float = HEALTH_TIMEOUT_S) -> None:
         """Ask every worker. ExecutorFailedError, WorkerCallError or RPCTimeoutError if one is not well."""
         self._raise_if_failed()
-        self.collective_rpc(worker_health, timeout=timeout)
+        self.collective_rpc(check_health, timeout=timeout)
 
     def run_steps_here(self) -> bool:
         """Ask that steps which are not waited for run in the thread that calls, before it gets its (ended) future.

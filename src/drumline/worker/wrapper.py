@@ -134,7 +134,7 @@ def init_output_thread(worker: Any) -> None:
     _call_if_there(worker, "init_output_thread")
 
 
-def worker_health(worker: Any) -> None:
+def check_health(worker: Any) -> None:
     """Call ``check_health`` where it exists: a worker that answers at all is healthy without it."""
     _call_if_there(worker, "check_health")
 
