@@ -14,6 +14,7 @@ from drumline.worker.protocol import WorkerContext
 from drumline.worker.wrapper import (
     DEFAULT_WORKER,
     bind,
+    check_health,
     import_name,
     load_worker_class,
     mix,
@@ -22,7 +23,6 @@ from drumline.worker.wrapper import (
     step_of,
     stop_worker,
     worker_class_name,
-    check_health,
 )
 
 
