@@ -14,7 +14,8 @@ only it can make them differ.
 Why not always by the output thread: handing over costs two switches of threads, which for an answer that is there
 already is more than encoding and sending it. Round trip of a call to 2 workers on 2 cores, a StepOutput of 256 rows,
 median us: sent by the loop 80, sent by the output thread 134. An answer for which the ring has no room is handed over
-all the same, so that the loop does not stand still because nobody takes answers.
+all the same, so that the loop does not stand still because nobody takes answers. A ready answer is encoded by the loop
+in any case, and copied if it is handed over: the next call may change what was returned.
 """
 
 from __future__ import annotations
