@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drumline.errors import ExecutorFailedError, FailureReport, RemoteCallError, RPCTimeoutError
+from drumline.errors import ExecutorFailedError, FailureReport, RemoteCallError, RPCTimeoutError, TransportError
 from drumline.executor.calls import Call, CallTable, broken
 from drumline.transport import Waiter
 
@@ -255,3 +255,25 @@ def test_an_aggregator_that_raises_fails_its_call_only(harness: Harness) -> None
     with pytest.raises(TypeError):
         call.result()
     assert len(harness.table) == 0
+
+
+def test_the_keeper_goes_on_when_answers_could_not_be_taken_in(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken_once = threading.Event()
+
+    def drain() -> None:
+        if not broken_once.is_set():
+            broken_once.set()
+            raise TransportError("ring out of step")
+        harness.drain()
+
+    harness.table._drain = drain
+    told = threading.Event()
+    call = harness.begin()
+    call.add_done_callback(lambda call: told.set())
+    assert broken_once.wait(5)
+    harness.answer(0, call, 5)
+    assert told.wait(5)
+    assert call.result() == 5
+    assert caplog.text.count("answers cannot be taken in") == 1

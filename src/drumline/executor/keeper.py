@@ -68,6 +68,7 @@ class Keeper:
         self._thread: threading.Thread | None = None
         self._looks = -1
         self._empty_since: float | None = None
+        self._failed = False
         self._late = _LongWait(settings.long_wait_s)
 
     def arm(self) -> None:
@@ -113,6 +114,11 @@ class Keeper:
                 self._turn(time.monotonic())
             except ChannelClosedError:  # the executor was shut down, and with it the waiter
                 return
+            except Exception:
+                if not self._failed:  # who waits for an answer is told by himself, each time
+                    log.exception("answers cannot be taken in")
+                self._failed = True
+                self._event.wait(PATROL_S)
 
     def _turn(self, now: float) -> None:
         """One sleep, and what is to be done before it."""
