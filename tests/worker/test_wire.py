@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -37,20 +37,28 @@ PLAN = StepPlan(step=3, slots=pack([1]), num_tokens=pack([5]))
 values = st.none() | st.integers() | st.text(max_size=5) | st.binary(max_size=5) | st.lists(st.integers(), max_size=3)
 
 
+class Sent(NamedTuple):
+    """A call on its way."""
+
+    data: memoryview
+    buffers: Sequence[memoryview]
+
+
 def message(
     method: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     own: Sequence[Sequence[Any]] | None = None,
-) -> memoryview:
-    parts = call_parts(CallEncoder(CODEC).encode(method, args, kwargs, own), 12345678901, ALL_RANKS)
-    return memoryview(b"".join(bytes(part) for part in parts))
+) -> Sent:
+    encoded = CallEncoder(CODEC).encode(method, args, kwargs, own)
+    parts = call_parts(encoded, 12345678901, ALL_RANKS)
+    return Sent(memoryview(b"".join(bytes(part) for part in parts)), encoded[-1])
 
 
-def decode(data: memoryview, rank: int = 0) -> Request:
-    head = read_head(data)
+def decode(sent: Sent, rank: int = 0) -> Request:
+    head = read_head(sent.data)
     assert (head.call_id, head.reply_rank) == (12345678901, ALL_RANKS)
-    return CallDecoder(CODEC, rank).decode(head, data)
+    return CallDecoder(CODEC, rank).decode(head, sent.data, sent.buffers)
 
 
 @given(args=st.lists(values, max_size=3), kwargs=st.dictionaries(st.text(max_size=3), values, max_size=2))
@@ -66,19 +74,35 @@ def test_arguments_of_ranks_own(args: list[Any], own: list[list[Any]]) -> None:
 
 
 def test_a_plan_is_one_msgspec_encoding() -> None:
-    data = message("execute_model", (PLAN,))
-    assert decode(data) == ("execute_model", (PLAN,), {})
-    assert b"pickle" not in bytes(data)
-    assert len(data) < 80
+    sent = message("execute_model", (PLAN,))
+    assert decode(sent) == ("execute_model", (PLAN,), {})
+    assert b"pickle" not in bytes(sent.data)
+    assert len(sent.data) < 80
+    assert not sent.buffers
 
 
 def test_arrays_are_copied_out() -> None:
     array = np.arange(5000)
-    data = message("name", (array,), None, [(array * 2,)])
-    args = decode(data).args
-    data.release()
+    sent = message("name", (array,), None, [(array * 2,)])
+    args = decode(sent).args
+    sent.data.release()
     np.testing.assert_array_equal(args[0], array)
     np.testing.assert_array_equal(args[1], array * 2)
+
+
+def test_buffers_of_ranks_own() -> None:
+    """Each rank takes those of the shared arguments and its own; none is copied on the way."""
+    shared = np.arange(10_000)
+    own = [tuple(np.full(10_000, 10 * rank + i) for i in range(rank)) for rank in range(4)]
+    sent = message("name", (shared, "small"), {"k": np.zeros(9000)}, own)
+    assert len(sent.buffers) == 2 + sum(range(4))
+    for rank in range(4):
+        _, args, kwargs = decode(sent, rank)
+        np.testing.assert_array_equal(args[0], shared)
+        assert args[1] == "small"
+        assert [int(array[0]) for array in args[2:]] == [10 * rank + i for i in range(rank)]
+        assert kwargs["k"].size == 9000
+        assert np.shares_memory(args[0], shared)
 
 
 def test_functions() -> None:
@@ -90,7 +114,9 @@ def test_functions() -> None:
 
 def test_answers() -> None:
     for value in (None, StepOutput(step=3, slots=b"", tokens=pack([9])), {"a": [1]}):
-        data = memoryview(b"".join(bytes(part) for part in encode_answer(CODEC, 77, value)))
+        parts, buffers = encode_answer(CODEC, 77, value)
+        assert not buffers
+        data = memoryview(b"".join(bytes(part) for part in parts))
         assert answer_id(data) == 77
         assert decode_answer(CODEC, data) == value
 

@@ -244,19 +244,19 @@ class MultiprocExecutor(Executor):
                 aggregators=aggregators,
                 expected_s=expected_s,
             )
-            self._send(call, call_parts(message, call.id, replying))
+            self._send(call, call_parts(message, call.id, replying), message[-1])
         return call if non_block else call.result()
 
-    def _send(self, call: Call, parts: Sequence[Part]) -> None:
+    def _send(self, call: Call, parts: Sequence[Part], buffers: Sequence[Part]) -> None:
         """Into the ring, or into the outbox. ``_send_lock`` is held."""
         try:
-            if not self._outbox and self._calls.try_write(parts):
+            if not self._outbox and self._calls.try_write(parts, 0, buffers):
                 return
         except BaseException as exc:
             self._table.withdraw(call, exc)
             raise
         call.sent = False
-        self._outbox.put(call, parts)
+        self._outbox.put(call, parts, buffers)
         self._table.unsent = len(self._outbox)
         self._table.keeper.wake()
 
@@ -272,13 +272,13 @@ class MultiprocExecutor(Executor):
 
     def _pump_one(self, now: float) -> bool:
         """Send the oldest call of the outbox, or drop it if it has ended. False if there is no room."""
-        call, data = self._outbox.first()
+        call, data, buffers = self._outbox.first()
         if call.deadline is not None and call.deadline <= now:
             self._table.expire(now, call)
         error: BaseException | None = None
         if not call.done_already:
             try:
-                if not self._calls.try_write((data,)):
+                if not self._calls.try_write((data,), 0, buffers):
                     return False
             except MessageTooLargeError as exc:
                 error = exc
@@ -338,8 +338,10 @@ class MultiprocExecutor(Executor):
                 if message is None:
                     break
                 call_id, size = answer_id(message.data), message.data.nbytes
+                for buffer in message.buffers:
+                    size += buffer.nbytes
                 try:
-                    value = decode_answer(self.codec, message.data)
+                    value = decode_answer(self.codec, message.data, message.buffers)
                 except Exception as exc:  # noqa: BLE001  a class that only the worker has, say: the caller's to see
                     self._table.unreadable(rank, call_id, exc)
                 else:

@@ -17,21 +17,22 @@ class Outbox:
         """Bytes that it may hold together with answers that nobody has taken."""
         self.bytes = 0
         """Bytes of all calls in it."""
-        self._calls: deque[tuple[Call, bytes]] = deque()
+        self._calls: deque[tuple[Call, bytes, list[bytes]]] = deque()
 
-    def put(self, call: Call, parts: Sequence[Part]) -> None:
-        """Behind all others. The parts are copied: their owner may change them."""
-        data = b"".join(parts)
-        self.bytes += len(data)
-        self._calls.append((call, data))
+    def put(self, call: Call, parts: Sequence[Part], buffers: Sequence[Part]) -> None:
+        """Behind all others. All is copied: its owner may change it."""
+        data, copies = b"".join(parts), [bytes(buffer) for buffer in buffers]
+        self.bytes += len(data) + sum(map(len, copies))
+        self._calls.append((call, data, copies))
 
-    def first(self) -> tuple[Call, bytes]:
-        """The one that has waited longest."""
+    def first(self) -> tuple[Call, bytes, list[bytes]]:
+        """The one that has waited longest, its parts joined, its buffers."""
         return self._calls[0]
 
     def drop_first(self) -> None:
         """It was sent, or has ended."""
-        self.bytes -= len(self._calls.popleft()[1])
+        _, data, copies = self._calls.popleft()
+        self.bytes -= len(data) + sum(map(len, copies))
 
     def clear(self) -> None:
         """None of them will be sent: their futures have ended."""

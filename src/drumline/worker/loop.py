@@ -19,11 +19,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drumline.errors import FailureReport, RPCTimeoutError
+from drumline.errors import FailureReport, MessageTooLargeError, RPCTimeoutError
 from drumline.processes.reports import span
 from drumline.transport.broadcast import QueueWriter
 from drumline.transport.codec import CodecRegistry
@@ -31,7 +31,7 @@ from drumline.transport.ring import Message, RingReader
 from drumline.transport.waiter import Waiter
 from drumline.worker.outputs import OutputThread, is_async
 from drumline.worker.segment import Progress
-from drumline.worker.wire import ALL_RANKS, CallDecoder, CallFailed, CallHead, Request, encode_answer, read_head
+from drumline.worker.wire import ALL_RANKS, Buffer, CallDecoder, CallFailed, CallHead, Request, encode_answer, read_head
 from drumline.worker.wrapper import bind, init_output_thread, step_of
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class WorkerLoop:
         self._progress.begin(self._rank, head.call_id)
         try:
             try:
-                request = self._decoder.decode(head, message.data)
+                request = self._decoder.decode(head, message.data, message.buffers)
             finally:
                 message.release()
         except Exception as exc:  # noqa: BLE001  whatever a call raises is reported, and the loop goes on
@@ -151,11 +151,18 @@ class WorkerLoop:
     def _answer(self, head: CallHead, request: Request, value: Any) -> None:
         """Encode and send here. If the output thread owes something, or there is no room, it gets a copy to send: the
         next call may change what was returned."""
-        parts = encode_answer(self._codec, head.call_id, value)
-        if self._outputs.idle and self._answers.try_write(parts):
+        parts, buffers = encode_answer(self._codec, head.call_id, value)
+        if self._outputs.idle and self._sent_in_one_piece(parts, buffers):
             self._progress.end(self._rank, head.call_id)
         else:
-            self._give(_Done(head, *name_and_step(request.method, request.args)), _Encoded([b"".join(parts)]))
+            copy = _Encoded([b"".join(parts)], [memoryview(bytes(buffer)) for buffer in buffers])
+            self._give(_Done(head, *name_and_step(request.method, request.args)), copy)
+
+    def _sent_in_one_piece(self, parts: Sequence[Buffer], buffers: Sequence[memoryview]) -> bool:
+        try:
+            return self._answers.try_write(parts, 0, buffers)
+        except MessageTooLargeError:
+            return False
 
     def _end(self, head: CallHead) -> None:
         """The call has ended on this rank; said only once the calls before it have."""
@@ -184,10 +191,10 @@ class WorkerLoop:
             if error is not None:
                 raise error
             if isinstance(value, _Encoded):
-                parts = value.parts
+                parts, buffers = value.parts, value.buffers
             else:
-                parts = encode_answer(self._codec, done.head.call_id, value.get_output())
-            self._send(parts, done)
+                parts, buffers = encode_answer(self._codec, done.head.call_id, value.get_output())
+            self._send(parts, buffers, done)
         except WorkerStop:
             return
         except BaseException as exc:  # noqa: BLE001  a failure like any other
@@ -195,13 +202,13 @@ class WorkerLoop:
                 self._fail(done, exc)
         self._progress.end(self._rank, done.head.call_id)
 
-    def _send(self, parts: list[Any], done: _Done) -> None:
+    def _send(self, parts: list[Any], buffers: Sequence[memoryview], done: _Done) -> None:
         """Wait for room as long as it takes: the executor may have reasons. A long wait is explained in the log."""
         began = time.monotonic()
         patience = self._long_wait_s
         while True:
             try:
-                self._answers.enqueue(parts, self._waiter, began + patience, self._check_stop)
+                self._answers.enqueue(parts, self._waiter, began + patience, self._check_stop, buffers=buffers)
                 return
             except RPCTimeoutError as exc:
                 waited = time.monotonic() - began
@@ -239,6 +246,7 @@ class _Encoded:
     """An answer that was ready, and could not be sent at once."""
 
     parts: list[Any]
+    buffers: Sequence[memoryview]
 
 
 def name_and_step(method: str | Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, int | None]:

@@ -8,7 +8,8 @@
 The header of a call says its id, which rank answers (-1: all), how the rest is encoded. A call with one positional
 argument and nothing else (``execute_model(plan)``) is encoded as that argument alone, so that a StepPlan is one msgspec
 encoding and nothing is pickled on the step path. Arguments of ranks' own are encoded apart, and a rank decodes its
-own only.
+own only. Large buffers (arrays, tensors) are buffers of the message: first those of the shared arguments, then those of
+each rank's own, in rank order.
 
 Failures do not travel here but over the control connection, as :class:`CallFailed`.
 """
@@ -34,8 +35,8 @@ PLAN_KIND = FIRST_CODEC
 OUTPUT_KIND = FIRST_CODEC + 1
 
 _CALL = struct.Struct("<QiBBHI")
-_LENGTH = struct.Struct("<BQ")
-_TOTAL = struct.Struct("<Q")
+_LENGTH = struct.Struct("<BIQ")  # kind, buffers, bytes
+_TOTAL = struct.Struct("<IQ")  # buffers, bytes
 _ANSWER = struct.Struct("<QB")
 
 _SINGLE = 1  # the arguments are one positional argument
@@ -114,28 +115,31 @@ class CallEncoder:
             flags = _FUNCTION
         if len(args) == 1 and not kwargs:
             flags |= _SINGLE
-            kind, parts = self._codec.encode_inline(args[0])
+            kind, parts, buffers = self._codec.encode(args[0])
         else:
-            kind, parts = self._codec.encode_inline((tuple(args), dict(kwargs) if kwargs else None))
+            kind, parts, buffers = self._codec.encode((tuple(args), dict(kwargs) if kwargs else None))
         if rank_args is None:
-            return flags, kind, 0, name, parts
+            return flags, kind, 0, name, parts, buffers
         lengths: list[Buffer] = []
         own: list[Buffer] = []
+        all_buffers = list(buffers)
         for mine in rank_args:
-            own_kind, own_parts = self._codec.encode_inline(tuple(mine))
-            lengths.append(_LENGTH.pack(own_kind, sum(map(_size, own_parts))))
+            own_kind, own_parts, own_buffers = self._codec.encode(tuple(mine))
+            lengths.append(_LENGTH.pack(own_kind, len(own_buffers), sum(map(_size, own_parts))))
             own.extend(own_parts)
-        body = (*lengths, _TOTAL.pack(sum(map(_size, parts))), *parts, *own)
-        return flags | _OWN, kind, len(lengths), name, body
+            all_buffers.extend(own_buffers)
+        body = (*lengths, _TOTAL.pack(len(buffers), sum(map(_size, parts))), *parts, *own)
+        return flags | _OWN, kind, len(lengths), name, body, all_buffers
 
 
-EncodedCall = tuple[int, int, int, bytes, Sequence[Buffer]]
-"""A call but for its id, which it gets when it is sent: flags, kind, ranks with own arguments, name, the rest."""
+EncodedCall = tuple[int, int, int, bytes, Sequence[Buffer], Sequence[memoryview]]
+"""A call but for its id, which it gets when it is sent: flags, kind, ranks with own arguments, name, the rest of its
+parts, its buffers."""
 
 
 def call_parts(encoded: EncodedCall, call_id: int, reply_rank: int) -> list[Buffer]:
-    """The message. ``reply_rank``: who answers, or ALL_RANKS."""
-    flags, kind, ranks, name, body = encoded
+    """The message but for its buffers. ``reply_rank``: who answers, or ALL_RANKS."""
+    flags, kind, ranks, name, body, _ = encoded
     return [_CALL.pack(call_id, reply_rank, flags, kind, ranks, len(name)), name, *body]
 
 
@@ -170,8 +174,8 @@ class CallDecoder:
         self._rank = rank
         self._names: dict[bytes, str] = {}
 
-    def decode(self, head: CallHead, data: memoryview) -> Request:
-        """Method and arguments of this rank. Raises whatever unpickling raises."""
+    def decode(self, head: CallHead, data: memoryview, buffers: Sequence[memoryview] = ()) -> Request:
+        """Method and arguments of this rank, which may keep ``buffers``. Raises whatever unpickling raises."""
         at = _CALL.size + head.name_bytes
         name = bytes(data[_CALL.size : at])
         method: str | Callable[..., Any]
@@ -181,32 +185,36 @@ class CallDecoder:
             found = self._names.get(name)
             method = found if found is not None else self._names.setdefault(name, name.decode())
         if head.flags == _SINGLE:  # a step
-            return _new(Request, (method, (self._codec.decode(head.kind, data[at:]),), _NO_KWARGS))
+            return _new(Request, (method, (self._codec.decode(head.kind, data[at:], buffers),), _NO_KWARGS))
         if not head.flags & _OWN:
-            args, kwargs = self._arguments(head, data[at:])
+            args, kwargs = self._arguments(head, data[at:], buffers)
             return Request(method, args, kwargs)
         lengths = [_LENGTH.unpack_from(data, at + i * _LENGTH.size) for i in range(head.ranks)]
         at += head.ranks * _LENGTH.size
-        (shared,) = _TOTAL.unpack_from(data, at)
+        n_shared, shared = _TOTAL.unpack_from(data, at)
         at += _TOTAL.size
-        args, kwargs = self._arguments(head, data[at : at + shared])
-        at += shared + sum(length for _, length in lengths[: self._rank])
-        kind, length = lengths[self._rank]
-        own: tuple[Any, ...] = self._codec.decode(kind, data[at : at + length])
+        args, kwargs = self._arguments(head, data[at : at + shared], buffers[:n_shared])
+        before = lengths[: self._rank]
+        at += shared + sum(length for _, _, length in before)
+        first = n_shared + sum(count for _, count, _ in before)
+        kind, count, length = lengths[self._rank]
+        own: tuple[Any, ...] = self._codec.decode(kind, data[at : at + length], buffers[first : first + count])
         return Request(method, (*args, *own), kwargs)
 
-    def _arguments(self, head: CallHead, data: memoryview) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        found = self._codec.decode(head.kind, data)
+    def _arguments(
+        self, head: CallHead, data: memoryview, buffers: Sequence[memoryview]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        found = self._codec.decode(head.kind, data, buffers)
         if head.flags & _SINGLE:
             return (found,), {}
         args, kwargs = found
         return args, kwargs or {}
 
 
-def encode_answer(codec: CodecRegistry, call_id: int, value: Any) -> list[Buffer]:
-    """Parts of an answer. Raises what pickle raises."""
-    kind, parts = codec.encode_inline(value)
-    return [_ANSWER.pack(call_id, kind), *parts]
+def encode_answer(codec: CodecRegistry, call_id: int, value: Any) -> tuple[list[Buffer], Sequence[memoryview]]:
+    """Parts and buffers of an answer. Raises what pickle raises."""
+    kind, parts, buffers = codec.encode(value)
+    return [_ANSWER.pack(call_id, kind), *parts], buffers
 
 
 def answer_id(data: Buffer) -> int:
@@ -215,6 +223,6 @@ def answer_id(data: Buffer) -> int:
     return call_id
 
 
-def decode_answer(codec: CodecRegistry, data: memoryview) -> Any:
-    """The value of an answer. Raises whatever unpickling raises."""
-    return codec.decode(data[_ANSWER.size - 1], data[_ANSWER.size :])
+def decode_answer(codec: CodecRegistry, data: memoryview, buffers: Sequence[memoryview] = ()) -> Any:
+    """The value of an answer, which may keep ``buffers``. Raises whatever unpickling raises."""
+    return codec.decode(data[_ANSWER.size - 1], data[_ANSWER.size :], buffers)
