@@ -270,6 +270,8 @@ class ProcessConfig:
     mq_arena_bytes: int = 41943040
     """Bytes of the arena for large buffers that go to all workers (numpy arrays and the like); 0: they go through the
     broadcast ring."""
+    mq_largest_bytes: int = 1 << 32
+    """Most bytes of a call or an answer. What does not fit into ring and arena goes in pieces."""
     start_timeout_s: float = 600.0
     """Longest time without any progress of any rank during the start, in seconds."""
     rpc_backlog_bytes: int = 1 << 30
@@ -292,7 +294,7 @@ class ProcessConfig:
         _whole(self, ("mq_slot_bytes", "mq_answer_slot_bytes"), least=64)
         _whole(self, ("mq_slots", "mq_answer_slots"), least=2)
         _whole(self, ("mq_arena_bytes",), least=0)
-        _whole(self, ("rpc_backlog_bytes",))
+        _whole(self, ("mq_largest_bytes", "rpc_backlog_bytes"))
         _positive(
             self, ("start_timeout_s", "execute_timeout_s", "failure_grace_s", "shutdown_timeout_s", "long_wait_s")
         )

@@ -189,6 +189,7 @@ GROUPS: dict[str, list[Flag]] = {
         _flag("--mq-answer-slots", "process.mq_answer_slots", "slots of each ring for answers", count, metavar="N"),
         _flag("--mq-answer-slot-bytes", "process.mq_answer_slot_bytes", "size of one (16KiB)", size, metavar="N"),
         _flag("--mq-arena-bytes", "process.mq_arena_bytes", "large buffers of calls (40MiB)", size, metavar="N"),
+        _flag("--mq-largest-bytes", "process.mq_largest_bytes", "largest call or answer (4GiB)", size, metavar="N"),
         _flag("--rpc-backlog-bytes", "process.rpc_backlog_bytes", "what calls may hold (1GiB)", size, metavar="N"),
         _flag("--start-timeout", "process.start_timeout_s", "longest start without progress", float, metavar="S"),
         _flag("--execute-model-timeout", "process.execute_timeout_s", "longest step", float, metavar="S"),

@@ -70,6 +70,7 @@ from drumline.worker.segment import SegmentLayout
 from drumline.worker.wire import (
     ALL_RANKS,
     CallEncoder,
+    EncodedCall,
     answer_id,
     call_parts,
     decode_answer,
@@ -111,7 +112,7 @@ class MultiprocExecutor(Executor):
         self._all_ranks = range(self.world_size)
         self._one_rank = tuple((rank,) for rank in self._all_ranks)
         self._send_lock = threading.Lock()
-        self._outbox = Outbox(self.process.rpc_backlog_bytes)
+        self._outbox = Outbox(self.process.rpc_backlog_bytes, self.process.mq_largest_bytes)
         self._members: list[Member] = []
         self._make_channels()
         forkserver = self._forkserver or self._start_forkserver()
@@ -244,21 +245,28 @@ class MultiprocExecutor(Executor):
                 aggregators=aggregators,
                 expected_s=expected_s,
             )
-            self._send(call, call_parts(message, call.id, replying), message[-1])
+            self._send(call, message, replying, copy=non_block)
         return call if non_block else call.result()
 
-    def _send(self, call: Call, parts: Sequence[Part], buffers: Sequence[Part]) -> None:
-        """Into the ring, or into the outbox. ``_send_lock`` is held."""
+    def _send(self, call: Call, encoded: EncodedCall, replying: int, *, copy: bool) -> None:
+        """Into the ring, or into the outbox (``copy``: the caller may change the buffers). ``_send_lock`` is held."""
+        parts, buffers = call_parts(encoded, call.id, replying), encoded[-1]
         try:
-            if not self._outbox and self._calls.try_write(parts, 0, buffers):
+            if not self._outbox and self._sent_in_one_piece(parts, buffers):
                 return
+            self._outbox.put(call, parts, buffers, copy=copy)
         except BaseException as exc:
             self._table.withdraw(call, exc)
             raise
         call.sent = False
-        self._outbox.put(call, parts, buffers)
         self._table.unsent = len(self._outbox)
         self._table.keeper.wake()
+
+    def _sent_in_one_piece(self, parts: Sequence[Part], buffers: Sequence[Part]) -> bool:
+        try:
+            return self._calls.try_write(parts, 0, buffers)
+        except MessageTooLargeError:
+            return False
 
     def _pump(self) -> None:
         """Send what waits for room, as far as there is some."""
@@ -272,21 +280,17 @@ class MultiprocExecutor(Executor):
 
     def _pump_one(self, now: float) -> bool:
         """Send the oldest call of the outbox, or drop it if it has ended. False if there is no room."""
-        call, data, buffers = self._outbox.first()
+        unsent = self._outbox.first()
+        call = unsent.call
         if call.deadline is not None and call.deadline <= now:
             self._table.expire(now, call)
-        error: BaseException | None = None
         if not call.done_already:
-            try:
-                if not self._calls.try_write((data,), 0, buffers):
-                    return False
-            except MessageTooLargeError as exc:
-                error = exc
-            else:
-                call.sent = True
+            if not unsent.go_on(self._calls, self.process.mq_arena_bytes, now):
+                return False
+            call.sent = True
         self._outbox.drop_first()
         if not call.sent:
-            self._table.withdraw(call, error)
+            self._table.withdraw(call, None)
         return True
 
     def _refuse_backlog(self, method: Method) -> None:
@@ -404,6 +408,7 @@ class MultiprocExecutor(Executor):
 
     def _release_channels(self) -> None:
         with self._send_lock, self._table.lock:
+            self._outbox.clear()
             for reader in self._answers:
                 reader.close()
             self._answers = []

@@ -74,7 +74,11 @@ class WorkerProcess:
         hint = "--mq-answer-slots or --mq-answer-slot-bytes"
         channels = Channels(
             calls=RingReader(layout.calls_of(buf), rank, executor_bell.ring, arena),
-            answers=QueueWriter(RingWriter(layout.answers_of(buf, rank), hint), (executor_bell,)),
+            answers=QueueWriter(
+                RingWriter(layout.answers_of(buf, rank), hint),
+                (executor_bell,),
+                self._task.config.process.mq_largest_bytes,
+            ),
             progress=layout.progress_of(buf),
             waiter=Waiter.attach(own_bell_fd),
             codec=make_codec(),
