@@ -74,8 +74,8 @@ def test_order_of_all_sizes(small: Executor) -> None:
 def test_a_large_call_that_is_given_up_on_its_way(small: Executor) -> None:
     small.collective_rpc("sleep", (0.3,), non_block=True)
     with pytest.raises(RPCTimeoutError, match="It was never sent"):
-        small.collective_rpc("note", ([os.urandom(100_000)],), timeout=0.1)
-    given_up = small.collective_rpc("note", ([os.urandom(100_000)],), non_block=True)
+        small.collective_rpc("note", ([os.urandom(4_000_000)],), timeout=0.1)
+    given_up = small.collective_rpc("note", ([os.urandom(4_000_000)],), non_block=True)
     assert given_up.cancel()
     assert small.collective_rpc("get_seen", timeout=30) == [[], []]
 
