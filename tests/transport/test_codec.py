@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import functools
 import subprocess
@@ -222,6 +223,32 @@ def test_tensors_inside_what_goes_by_value() -> None:
     weights = torch.ones(50_000)
     assert round_trip(lambda: weights.sum().item())() == 50_000
     assert not round_trip((lambda: 0, weights), inline=False)[1].requires_grad
+
+
+class Sealed:
+    """What pickle cannot do by itself."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("sealed")
+
+
+def test_reducers_that_others_register_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="sealed"):
+        CodecRegistry().encode(Sealed("x"))
+    monkeypatch.setitem(copyreg.dispatch_table, Sealed, lambda sealed: (str, (sealed.text,)))
+    assert round_trip([Sealed("early"), np.arange(3)])[0] == "early"
+    assert round_trip([Sealed("by value"), lambda: 0])[0] == "by value"
+
+
+def test_a_module_that_is_just_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drumline.transport.codec._dispatch_key", None)
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    assert round_trip({"a": memoryview(b"x"), "b": np.arange(9_000)})["a"] == b"x"
+    monkeypatch.undo()
+    assert isinstance(round_trip(torch.ones(3)), torch.Tensor)
 
 
 def test_torch_is_not_imported_for_others() -> None:

@@ -462,6 +462,25 @@ def test_a_flood_of_connections_takes_few_descriptors_and_passes(
         assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
 
 
+def test_where_the_kernel_has_no_filter_the_time_limit_is_left(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "_SO_ATTACH_FILTER", 9999)
+    monkeypatch.setattr(gate, "HANDSHAKE_S", 0.3)
+    with pair() as p:
+        still_works(p)
+        before = our_sockets()
+        socks = [socket.create_connection((LOCALHOST, p.port)) for _ in range(100)]
+        p.until(lambda: p.writer.refused >= 100, "refusals")
+        for sock in socks:
+            sock.close()
+        p.until(lambda: our_sockets() <= before, "their end")
+        still_works(p)
+        lines = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        assert sum("cannot hold back connections" in line for line in lines) == 1
+        assert len(lines) == 2
+
+
 def test_a_peer_of_ours_that_talks_nonsense_is_only_noted() -> None:
     with pair(2) as p:
         still_works(p)

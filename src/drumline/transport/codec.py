@@ -48,6 +48,7 @@ that are not in it); ``torch.frombuffer`` (warns about memory that is not writab
 
 from __future__ import annotations
 
+import collections
 import copyreg
 import functools
 import importlib
@@ -284,7 +285,7 @@ def _dump(obj: Any, pieces: list[Part], views: list[pickle.PickleBuffer]) -> Non
     import cloudpickle  # here, because it is rarely needed
 
     by_value = cloudpickle.Pickler(sink, 5, buffer_callback=views.append)
-    by_value.dispatch_table = by_value.dispatch_table.new_child(table)
+    by_value.dispatch_table = collections.ChainMap(*by_value.dispatch_table.maps, table)
     by_value.dump(obj)
 
 
@@ -301,16 +302,18 @@ _dispatch_table: _Dispatch = {}
 def _dispatch() -> _Dispatch:
     """How objects of some types are taken apart: ours and those of ``copyreg``, which others may add to at any time."""
     global _dispatch_key, _dispatch_table
-    torch = sys.modules.get("torch")
-    key = (len(copyreg.dispatch_table), "numpy" in sys.modules, hasattr(torch, "nn"))
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    key = (len(copyreg.dispatch_table), numpy is not None, torch is not None)
     if key != _dispatch_key:
-        table: _Dispatch = dict(copyreg.dispatch_table)
-        table[memoryview] = _reduce_view
-        if key[1]:
-            table.setdefault(importlib.import_module("numpy").ndarray, _reduce_array)
-        if key[2] and torch is not None:
-            table.setdefault(torch.Tensor, _reduce_tensor)
-            table.setdefault(torch.nn.Parameter, _reduce_parameter)
+        table: _Dispatch = {memoryview: _reduce_view, **copyreg.dispatch_table}
+        try:
+            if numpy is not None:
+                table.setdefault(numpy.ndarray, _reduce_array)
+            if torch is not None:
+                table.setdefault(torch.Tensor, _reduce_tensor)
+                table.setdefault(torch.nn.Parameter, _reduce_parameter)
+        except AttributeError:  # another thread is importing it: there are no objects of it yet
+            return table
         _dispatch_table = table
         _dispatch_key = key
     return _dispatch_table

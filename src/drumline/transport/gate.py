@@ -144,6 +144,7 @@ class Gate:
         self._open: set[int] = set()
         self._ours: set[int] = set()
         self._shut = False
+        self._can_shut = True
         listener, self.url = addresses.listen(host, port, _BACKLOG)
         self._listener = listener.dup()  # ZMQ closes the one that it gets; they are one socket to the kernel
         self.refusals = Refusals(f"listener {self.url}")
@@ -192,8 +193,8 @@ class Gate:
 
     def _open_or_shut(self) -> None:
         knocking = len(self._open) - len(self._ours & self._open)
-        if not self._shut and knocking > KNOCKING_MAX:
-            self._shut = self._filter(_SO_ATTACH_FILTER, _FILTER)
+        if not self._shut and knocking > KNOCKING_MAX and self._can_shut:
+            self._shut = self._can_shut = self._filter(_SO_ATTACH_FILTER, _FILTER)
             self.refusals.add(f"{knocking} at once: new ones wait until these are gone")
         elif self._shut and knocking <= KNOCKING_MAX // 2:
             self._filter(_SO_DETACH_FILTER, struct.pack("i", 0))
