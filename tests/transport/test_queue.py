@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -156,6 +157,29 @@ def test_timeouts_say_who_has_not_read_and_since_when(local: int, remote: int) -
             assert reader.dequeue(LONG) == "room"  # nothing of what was refused
         for reader in readers:
             reader.close()
+
+
+def test_a_long_wait_says_for_whom(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drumline.transport.queue.LONG_WAIT_S", 0.2)
+    monkeypatch.setattr("drumline.transport.waiter.RECHECK_S", 0.05)
+    attached_read, attached_write = os.pipe()
+
+    def wait(reader: QueueReader) -> None:
+        os.write(attached_write, b"x")
+        signal.pause()
+
+    with MessageQueue(1, slot_bytes=64, slots=2) as queue, children() as start:
+        child = start(run_reader, queue.handles[0], wait)
+        assert os.read(attached_read, 1)
+        os.kill(child.pid, signal.SIGSTOP)
+        with pytest.raises(QueueTimeoutError, match=rf"\(pid {child.pid}\) is stopped \(state T\) and has not read 2"):
+            fill(queue, 0.5)
+        lines = [r.getMessage() for r in caplog.records]
+        assert len(lines) == 2
+        for line in lines:
+            assert re.match(rf"queue: no room for 0 s: local reader 0 \(pid {child.pid}\) is stopped", line)
+    os.close(attached_read)
+    os.close(attached_write)
 
 
 def test_a_reader_that_never_came_is_named() -> None:

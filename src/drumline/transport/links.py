@@ -18,6 +18,7 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 
 from drumline.errors import TransportError
 
@@ -45,6 +46,15 @@ class Link:
     def name(self) -> str:
         """The other side, for messages."""
         return f"{self._who} (pid {self.pid})" if self.pid else self._who
+
+    @property
+    def stopped(self) -> bool:
+        """The other side is there, but does not run: someone has stopped it (state T)."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in "Tt"
 
     @property
     def fds(self) -> Sequence[int]:

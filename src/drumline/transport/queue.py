@@ -16,6 +16,7 @@ or to none. The service thread never takes it: it notes who is gone and rings.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -41,7 +42,11 @@ SLOT_BYTES = 16384
 SLOTS = 64
 ARENA_BYTES = 64 << 20
 LINGER_S = 5.0
+LONG_WAIT_S = 60.0
+"""Seconds that a writer waits for room before it says in the log who has not read."""
 _WRITER_RINGER = 1
+
+log = logging.getLogger(__name__)
 
 
 class AnyMessage(Protocol):
@@ -130,8 +135,9 @@ class _LocalEnd:
                 read = self._writer.written - behind
                 unread = [when for count, when in self._written if (count - read - 1) & 0xFFFFFFFF < 2**31]
                 since = f" for {now - unread[0]:.1f} s" if unread else ""
+                state = " is stopped (state T) and" if link.stopped else ""
                 attached = "" if link.pid else " (and has never attached)"
-                lines.append(f"{link.name} has not read {len(unread)} message(s){since}{attached}")
+                lines.append(f"{link.name}{state} has not read {len(unread)} message(s){since}{attached}")
         return lines
 
     def close(self) -> None:
@@ -209,6 +215,8 @@ class MessageQueue:
         self._turn = threading.Lock()
         self._maker = os.getpid()
         self._closed = False
+        self._begin = 0.0
+        self._next_word = 0.0
         self._remote: RemoteWriter | None = None
         self._local: _LocalEnd | None = None
         self._waiter = Waiter.create(f"{name}-writer", local_readers + 1)
@@ -284,11 +292,12 @@ class MessageQueue:
         """To all readers or to none: remote ones only promise room before the local ones get it."""
         kind, parts, buffers = encoded
         remote = self._remote
+        self._begin = 0.0
         if remote is not None:
             self._await_promise(remote, encoded, deadline)
         if self._local is not None:
             try:
-                self._local.write(encoded, deadline, self._check)
+                self._local.write(encoded, deadline, self._alive)
             except RPCTimeoutError:
                 raise QueueTimeoutError from None
         if remote is not None:
@@ -298,11 +307,21 @@ class MessageQueue:
         _, parts, buffers = encoded
 
         def promised() -> bool | None:
-            self._check()
+            self._alive()
             return remote.ready(parts, buffers) or None
 
         if not promised() and self._waiter.wait(promised, deadline) is None:
             raise QueueTimeoutError
+
+    def _alive(self) -> None:
+        """Whether waiting for room has any sense. A long wait says for whom it is, once a minute (readers are silent)."""
+        self._check()
+        now = time.monotonic()
+        if not self._begin:
+            self._begin, self._next_word = now, now + LONG_WAIT_S
+        elif now >= self._next_word:
+            self._next_word = now + LONG_WAIT_S
+            log.warning("%s: no room for %.0f s: %s", self.name, now - self._begin, "; ".join(self.laggards()))
 
     def _check(self) -> None:
         if self._closed:
