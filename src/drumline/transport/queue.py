@@ -314,7 +314,7 @@ class MessageQueue:
             raise QueueTimeoutError
 
     def _alive(self) -> None:
-        """Whether waiting for room has any sense. A long wait says for whom it is, once a minute (readers are silent)."""
+        """Whether waiting for room has any sense. A long wait says for whom it is, once a minute; readers never do."""
         self._check()
         now = time.monotonic()
         if not self._begin:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from drumline.errors import ConfigError
+
+if TYPE_CHECKING:
+    import zmq
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +46,11 @@ class RemoteHandle(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return f"RemoteHandle({self.url}, reader {self.index})"
+
+
+def configure(sock: zmq.Socket[bytes], options: RemoteOptions) -> None:
+    """What both ends set on a new socket."""
+    sock.linger = 0
+    sock.sndhwm = sock.rcvhwm = 0  # credit bounds what is under way; these would drop
+    sock.heartbeat_ivl = max(1, int(options.heartbeat_s * 1000))
+    sock.heartbeat_timeout = 2 * sock.heartbeat_ivl
