@@ -142,8 +142,8 @@ def test_a_slow_reader_stops_the_writer_and_nothing_is_dropped() -> None:
         assert 10 < sent < 20
         for number in range(sent):
             assert p.get(0)[:5] == b"%05d" % number
-        assert not p.writer.try_write([b"%05d" % sent, bytes(900)])  # for reader 1 has read nothing
-        p.until(lambda: p.readers[1]._wanted == sent, "that it is wanted")
+        # there is no room, for reader 1 has read nothing, and it learns that it is waited for
+        p.until(lambda: not p.writer.try_write([bytes(905)]) and p.readers[1]._wanted == sent, "that it is wanted")
         assert p.get(1)[:5] == b"00000"
         p.send(b"%05d" % sent, bytes(900))
         for number in range(1, sent + 1):
