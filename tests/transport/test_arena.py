@@ -308,6 +308,18 @@ def test_full_arena_small_enough_goes_inline_else_it_waits() -> None:
             e.writer.try_write([], 0, [bytes(30 * PAGE)])
 
 
+def test_a_buffer_that_fits_does_not_take_back_the_wish_of_one_that_does_not() -> None:
+    with ends(10) as e:
+        assert e.writer.try_write([], 0, [bytes(5 * PAGE)])
+        held = e.take()
+        assert not e.writer.try_write([], 0, [bytes(6 * PAGE), bytes(4 * PAGE)])
+        held.clear()
+        assert e.rings == 1
+        assert e.writer.try_write([], 0, [bytes(6 * PAGE), bytes(4 * PAGE)])
+        assert len(e.take()) == 2
+        assert e.rings == 1  # and nobody is rung any more
+
+
 def test_refused_messages_leave_no_blocks() -> None:
     with ends(10, slot_bytes=64, slots=2) as e:
         assert e.writer.try_write([b"x" * 90])

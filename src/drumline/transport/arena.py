@@ -215,7 +215,10 @@ class ArenaWriter:
         return sum(block.size for block in self._used.values())
 
     def allocate(self, size: int) -> Block | None:
-        """A block for ``size`` bytes, or None; then readers that free some will ring. Fill it, or cancel it."""
+        """A block for ``size`` bytes, or None; then readers that free some will ring until :meth:`content`.
+
+        Fill it, or cancel it.
+        """
         if size > self.layout.data_bytes:
             return None
         self._collect(_LOOKED_AT)
@@ -232,12 +235,15 @@ class ArenaWriter:
             offset = self._find(pages)
             if offset is None:
                 return None
-        if words[_WANTED]:
-            words[_WANTED] = 0
         self._generation = (self._generation + 1) & _MASK or 1
         index = self._indices.pop()
         block = self._used[index] = Block(index, self._generation, offset, pages)
         return block
+
+    def content(self) -> None:
+        """All that was asked for was there: nobody needs to ring any more."""
+        if self._words[_WANTED]:
+            self._words[_WANTED] = 0
 
     def _find(self, pages: int) -> int | None:
         return self._free.allocate(pages) if self._indices else None

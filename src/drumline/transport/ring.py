@@ -233,8 +233,11 @@ class RingWriter:
 
     def _place_buffers(self, parts: Sequence[Part], buffers: Sequence[Part]) -> Outgoing:
         message = Outgoing(parts, buffers, self.arena)
-        if message.squeezed and self.arena is not None:
-            self.arena.press(self.reads())
+        if self.arena is not None:
+            if message.squeezed:
+                self.arena.press(self.reads())
+            else:
+                self.arena.content()
         return message
 
     def fill(self, message: Outgoing) -> None:
