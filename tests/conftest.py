@@ -43,6 +43,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def pytest_collection_finish() -> None:
+    """The leak check collects garbage after each test; what the imports made need not be looked at each time."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     home = config.stash.get(_home, None)
     if home is not None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,6 @@ from drumline.plan.kv import KVConfig
 from drumline.worker.protocol import WorkerContext
 from tests.model.ranks import RankHost
 from tests.model.tiny import SHAPES, make_tiny
-
-# The leak check collects garbage after each test; what the imports made need not be looked at each time.
-gc.collect()
-gc.freeze()
 
 
 @pytest.fixture(scope="session")
