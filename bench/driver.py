@@ -88,7 +88,7 @@ def drumline_plan() -> Any:
     blocks = [found[0][0] for found in fields["new_block_ids"] if found]
     return StepPlan(
         step=7,
-        slots=pack(range_list()),
+        slots=pack(list(range(ROWS))),
         num_tokens=pack([1] * ROWS),
         num_computed=pack(fields["num_computed_tokens"]),
         token_source=pack([6] * ROWS),
@@ -96,10 +96,6 @@ def drumline_plan() -> Any:
         blocks=pack(blocks),
         sample=pack([1] * ROWS),
     )
-
-
-def range_list() -> list[int]:
-    return list(range(ROWS))
 
 
 def measure(system: System, payload: Any, every: bool, gap_s: float, seconds: float) -> list[float]:

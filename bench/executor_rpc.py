@@ -4,7 +4,7 @@
 
 ``decode``: execute_model with a step of 256 requests (StepPlan against SchedulerOutput); workers make arrays of it and
 answer with a token for each request (StepOutput against ModelRunnerOutput). ``256B``: collective_rpc of a method that
-does nothing. Both executors as their defaults have them, a worker class that loads nothing, the same number of processes.
+does nothing. Both executors as their defaults have them, a worker class that loads nothing, as many processes.
 ``pipes`` is the least that could do it: multiprocessing's pipes and the same work, no failures noticed, no deadlines.
 Median, 10th and 90th percentile in us, the ratio of the medians to drumline's, CPU of the whole tree.
 """

@@ -7,10 +7,11 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from driver import ROWS, drumline_plan, main, make_payload, range_list, vllm_step
+from driver import ROWS, drumline_plan, main, make_payload, vllm_step
 
 
 class DrumlineWorker:
@@ -58,7 +59,7 @@ class VllmWorker:
         blocks = np.array([found[0][0] for found in cached.new_block_ids if found is not None], np.int32)
         assert len(positions) == ROWS
         assert len(blocks) == ROWS // 16
-        rows = range_list()
+        rows = range(ROWS)
         return ModelRunnerOutput(ids, dict(zip(ids, rows, strict=True)), [[token] for token in positions.tolist()])
 
 
@@ -127,7 +128,7 @@ class Pipes(Drumline):
         class Executor(Transport):
             def opened(self, rank: int, sock: Any) -> Any:
                 receive, answer = super().opened(rank, sock)
-                worker = DrumlineWorker(type("Context", (), {"rank": rank}))
+                worker = DrumlineWorker(SimpleNamespace(rank=rank))
                 output: list[Any] = [1]
 
                 def step() -> Any:

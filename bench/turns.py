@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -27,6 +28,8 @@ FOLDER = Path(__file__).resolve().parent
 START_S = 180.0
 SPINS_FOR_EVER = {"ray-graph"}
 BASE = "drumline"
+LEAST_WITH_GAPS = 30
+"""Messages of a cell, however long the gaps."""
 
 
 class DriverError(Exception):
@@ -101,9 +104,12 @@ class Driver(Tree):
                 os.kill(process.pid, number)
 
     def end(self) -> None:
+        """It ends by itself when the socket does; if not, as any tree."""
         self.note_shared_memory()
         self.send_signal(signal.SIGCONT)
         self._sock.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
         super().end()
 
 
@@ -167,8 +173,8 @@ class Turns:
             driver.log.unlink(missing_ok=True)
         self.drivers.clear()
 
-    def _drop(self, name: str, error: DriverError) -> None:
-        print(f"! {error}", file=sys.stderr, flush=True)
+    def _drop(self, name: str, error: Exception) -> None:
+        print(f"! {name} is left out: {error}", file=sys.stderr, flush=True)
         driver = self.drivers.pop(name)
         driver.end()
         driver.log.unlink(missing_ok=True)
@@ -185,24 +191,30 @@ class Turns:
             for driver in running:
                 driver.send_signal(signal.SIGSTOP)
 
+    def _turn(self, name: str, **told: Any) -> Taken | None:
+        """None, and the system is left out from then on, if it does not work."""
+        try:
+            return self.drivers[name].measure(**told)
+        except (DriverError, OSError) as error:
+            self._drop(name, error)
+            return None
+
     def measure(self, cell: Cell, seconds: float, rounds: int) -> dict[str, Taken]:
         """``seconds`` for each system, in ``rounds`` turns."""
-        found = {name: Taken() for name in self.drivers}
+        found: dict[str, Taken] = {}
+        told = {"payload": cell.payload, "every": cell.every, "gap_s": cell.gap_ms / 1000, "seconds": seconds / rounds}
         for _ in range(rounds):
             for name in list(self.drivers):
-                told = {"payload": cell.payload, "every": cell.every, "gap_s": cell.gap_ms / 1000}
                 with self.running([name]):
-                    try:
-                        found[name].add(self.drivers[name].measure(**told, seconds=seconds / rounds))
-                    except DriverError as error:
-                        self._drop(name, error)
-                        del found[name]
+                    taken = self._turn(name, **told)
+                if taken is not None:
+                    found.setdefault(name, Taken()).add(taken)
         return found
 
     def _groups(self) -> list[list[str]]:
         """Which may be awake side by side: those that become quiet, and each that never does alone."""
         quiet = [name for name in self.drivers if name not in SPINS_FOR_EVER]
-        return [quiet, *([name] for name in self.drivers if name in SPINS_FOR_EVER)]
+        return [*([quiet] if quiet else []), *([name] for name in self.drivers if name in SPINS_FOR_EVER)]
 
     def idle(self, payload: str, seconds: float) -> dict[str, float]:
         """CPU seconds of each tree in ``seconds`` that begin with its last answer."""
@@ -211,8 +223,8 @@ class Turns:
             began = {}
             with self.running(group):
                 for name in group:
-                    self.drivers[name].measure(payload=payload, every=False, gap_s=0, seconds=0)
-                    began[name] = busy_seconds(self.drivers[name].process.pid), time.monotonic()
+                    if self._turn(name, payload=payload, every=False, gap_s=0, seconds=0) is not None:
+                        began[name] = busy_seconds(self.drivers[name].process.pid), time.monotonic()
                 for name, (before, when) in began.items():
                     time.sleep(max(0.0, when + seconds - time.monotonic()))
                     found[name] = busy_seconds(self.drivers[name].process.pid) - before
@@ -220,17 +232,19 @@ class Turns:
 
     def first(self, payload: str, idle_s: float, times: int) -> dict[str, Taken]:
         """The first round trip after ``idle_s`` without any."""
-        found = {name: Taken() for name in self.drivers}
+        found: dict[str, Taken] = {}
         told: dict[str, Any] = {"payload": payload, "every": False, "gap_s": 0, "seconds": 0, "settle": False}
         for group in self._groups():
-            for _ in range(times):
+            for time_no in range(times):
+                awake = group[time_no % len(group) :] + group[: time_no % len(group)]  # by turns who is the first
                 with self.running(group):
-                    for name in group:
-                        self.drivers[name].measure(**told)
+                    awake = [name for name in awake if name in self.drivers and self._turn(name, **told)]
                     time.sleep(idle_s)
-                    for name in group:
-                        found[name].us.append(self.drivers[name].measure(**told, warm=0).us[0])
-                        self.drivers[name].send_signal(signal.SIGSTOP)  # who spins now would be in the others' way
+                    for name in awake:
+                        taken = self._turn(name, **told, warm=0)
+                        if taken is not None:
+                            found.setdefault(name, Taken()).us.append(taken.us[0])
+                            self.drivers[name].send_signal(signal.SIGSTOP)  # who spins now is in the others' way
         return found
 
 
@@ -313,7 +327,8 @@ def run(
             with Turns(script, pythons, n) as turns:
                 report.add_seconds(n, "start to ready, s", turns.started)
                 for cell in cells:
-                    report.add(n, str(cell), turns.measure(cell, args.seconds, args.rounds))
+                    seconds = max(args.seconds, LEAST_WITH_GAPS * cell.gap_ms / 1000)
+                    report.add(n, str(cell), turns.measure(cell, seconds, args.rounds))
                 if args.first_times:
                     taken = turns.first(quiet[1], args.first_after, args.first_times)
                     report.add(n, f"{quiet[1]}, first after {args.first_after:g} s", taken)
