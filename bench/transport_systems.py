@@ -22,7 +22,7 @@ from typing import Any
 
 from driver import decode_fields, drumline_plan, main, make_payload, vllm_step
 
-Ends = tuple[Callable[[], Any], Callable[[Any], None]]
+Ends = tuple[Callable[[], Any], Callable[[Any], Any]]
 _PR_SET_PDEATHSIG = 1
 ANSWER = ("done", 1)
 
@@ -36,7 +36,7 @@ def touch(obj: Any) -> None:
             array[::512].sum()
 
 
-def work(rank: int, receive: Callable[[], Any], answer: Callable[[Any], None]) -> None:
+def work(rank: int, receive: Callable[[], Any], answer: Callable[[Any], Any]) -> None:
     """A tuple is an order: whether every worker answers, or the end. Nothing keeps a message while it waits."""
 
     def one(obj: Any) -> bool | None:
@@ -204,7 +204,7 @@ class Zmq(Base):
 
     def send(self, obj: Any) -> None:
         buffers: list[pickle.PickleBuffer] = []
-        frames = [pickle.dumps(obj, protocol=5, buffer_callback=buffers.append), *(b.raw() for b in buffers)]
+        frames: list[Any] = [pickle.dumps(obj, protocol=5, buffer_callback=buffers.append), *(b.raw() for b in buffers)]
         for push in self._push:
             push.send_multipart(frames, copy=not buffers)
 
@@ -303,13 +303,13 @@ class RayActors:
 
         ray.init(num_cpus=n, include_dashboard=False, log_to_driver=False)
 
-        @ray.remote
         class Actor:
             def handle(self, obj: Any) -> Any:
                 touch(obj)
                 return ANSWER
 
-        self._actors = [Actor.remote() for _ in range(n)]
+        actor: Any = ray.remote(Actor)
+        self._actors = [actor.remote() for _ in range(n)]
         self._ray = ray
         self._open()
 

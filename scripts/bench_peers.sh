@@ -54,8 +54,7 @@ make_ray() {
     env=$folder/ray
     [ -e "$env/.ray-$ray" ] && return
     "$python" -m venv "$env"
-    # numpy is what the driver needs; the compiled graph imports torch only if it is there
-    "$env/bin/python" -m pip install -q "ray[cgraph]==$ray" numpy || "$env/bin/python" -m pip install -q "ray==$ray" numpy
+    "$env/bin/python" -m pip install -q "ray==$ray" numpy  # the extra for compiled graphs is for GPUs only
     touch "$env/.ray-$ray"
 }
 
