@@ -20,6 +20,7 @@ ROWS = 256
 """Requests of the decode step."""
 BLOCK = 16
 WARM_UP = 10
+WARM_UP_LARGE = 3
 _TEXT = {"256B": 256, "4KiB": 4 << 10, "64KiB": 64 << 10}
 _ARRAY = {"1MiB": 1 << 20, "30MiB": 30 << 20}
 SIZES = [*_TEXT, *_ARRAY, "decode"]
@@ -122,7 +123,7 @@ def serve(sock: socket.socket, system: System) -> None:
         name = told["payload"]
         if name not in payloads:
             payloads[name] = system.payload(name)
-        warm = told.get("warm", WARM_UP)
+        warm = told.get("warm", WARM_UP_LARGE if name in _ARRAY else WARM_UP)
         for _ in range(warm):
             system.call(payloads[name], every=True)
         print(json.dumps({"warm": warm}), file=lines, flush=True)

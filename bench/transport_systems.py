@@ -301,7 +301,7 @@ class RayActors:
     def __init__(self, n: int) -> None:
         import ray
 
-        ray.init(num_cpus=n, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=n, include_dashboard=False, log_to_driver=False, object_store_memory=1 << 30)
 
         class Actor:
             def handle(self, obj: Any) -> Any:
