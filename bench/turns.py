@@ -28,7 +28,7 @@ FOLDER = Path(__file__).resolve().parent
 START_S = 180.0
 SPINS_FOR_EVER = {"ray-graph"}
 BASE = "drumline"
-LEAST_WITH_GAPS = 30
+LEAST_WITH_GAPS = 20
 """Messages of a cell, however long the gaps."""
 
 
@@ -61,6 +61,7 @@ class Driver(Tree):
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_LOGGING_LEVEL": "WARNING",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "GLOO_SOCKET_IFNAME": "lo",
         }
         command = [python, str(FOLDER / script), name, str(n), str(theirs.fileno())]
         with theirs:
