@@ -89,12 +89,14 @@ check: dev
 bench: dev
 	$(BIN)/python bench/all_reduce.py
 	$(BIN)/python bench/stage_messages.py
+	$(BIN)/python bench/transport.py $(if $(VLLM),--vllm '$(dir $(VLLM))python') $(if $(RAY),--ray '$(RAY)')
+	$(BIN)/python bench/executor_rpc.py $(if $(VLLM),--vllm '$(dir $(VLLM))python')
 	$(BIN)/python bench/offline_vs_transformers.py
 ifdef VLLM
 	$(BIN)/python bench/serve_load.py --vllm '$(VLLM)'
 	$(BIN)/python bench/serve_vs_vllm.py "$$($(BIN)/python -m drumline.model.default_model | tail -n 1)" --vllm '$(VLLM)' --tp 1 3
 else
-	@echo 'VLLM=/path/to/bin/vllm compares the server with vLLM too (bench/README.md)'
+	@echo 'VLLM=/path/to/bin/vllm compares with vLLM too, RAY=/path/to/bin/python with Ray (scripts/bench_peers.sh makes both)'
 endif
 
 wheel: dev

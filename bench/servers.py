@@ -19,10 +19,11 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from importlib.metadata import version
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import psutil
 
@@ -87,9 +88,16 @@ def about_machine() -> str:
             f"load {os.getloadavg()[0]:.1f}",
             f"{platform.system()} {platform.release()}",
             f"Python {platform.python_version()}",
-            *(f"{name} {version(name)}" for name in ("torch", "transformers")),
+            *(f"{name} {found}" for name in ("torch", "transformers") if (found := _version(name))),
         ]
     )
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def drumline_command(model: str, tp: int, dtype: str, port: int, kv_mib: int, *more: str) -> list[str]:
@@ -116,12 +124,11 @@ def vllm_env(vllm: str, kv_mib: int, bind: str = "nobind") -> dict[str, str]:
     }
 
 
-class Server:
-    """A running server. ``with`` ends it."""
+class Tree:
+    """A running command and all that it starts, in a session and a temporary folder of its own. ``with`` ends it."""
 
-    def __init__(self, name: str, command: list[str], env: dict[str, str], port: int, log: Path) -> None:
+    def __init__(self, name: str, command: list[str], env: dict[str, str], log: Path, fds: Sequence[int] = ()) -> None:
         self.name = name
-        self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self._folder = Path(tempfile.mkdtemp(prefix="drumline-bench-"))
         self._shared: set[Path] = set()
@@ -134,30 +141,17 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
+                pass_fds=fds,
                 start_new_session=True,
             )
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self.end()
 
-    def wait_ready(self, limit_s: float = 300.0) -> float:
-        """Seconds from the command to the first 200 of /health. SystemExit if it ends or takes longer."""
-        path = "/readyz" if self.name.startswith("drumline") else "/health"
-        while True:
-            if self.process.poll() is not None:
-                raise SystemExit(f"{self.name} ended with {self.process.returncode}: see {self.log}")
-            if time.monotonic() - self.started > limit_s:
-                raise SystemExit(f"{self.name} is not ready after {limit_s:g} s: see {self.log}")
-            with contextlib.suppress(OSError, urllib.error.URLError):
-                urllib.request.urlopen(self.url + path, timeout=5).close()
-                self._note_shared_memory()
-                return time.monotonic() - self.started
-            time.sleep(0.1)
-
-    def _note_shared_memory(self) -> None:
+    def note_shared_memory(self) -> None:
         """Files in /dev/shm that the tree has mapped: what a tree that is killed leaves there."""
         for process in tree(self.process.pid):
             with contextlib.suppress(OSError):
@@ -167,7 +161,7 @@ class Server:
                         self._shared.add(Path("/dev/shm") / path[2])
 
     def _session(self) -> list[psutil.Process]:
-        """All that live of what the server started, orphans too: it began a session of its own."""
+        """All that live of what the command started, orphans too: it began a session of its own."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
@@ -178,7 +172,7 @@ class Server:
     def end(self) -> None:
         """Ask, wait, kill, clean up."""
         if self.process.poll() is None:
-            self._note_shared_memory()
+            self.note_shared_memory()
             self.process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(15)
@@ -192,6 +186,28 @@ class Server:
         shutil.rmtree(self._folder, ignore_errors=True)
         for path in self._shared:
             path.unlink(missing_ok=True)
+
+
+class Server(Tree):
+    """A running server."""
+
+    def __init__(self, name: str, command: list[str], env: dict[str, str], port: int, log: Path) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        super().__init__(name, command, env, log)
+
+    def wait_ready(self, limit_s: float = 300.0) -> float:
+        """Seconds from the command to the first 200 of /health. SystemExit if it ends or takes longer."""
+        path = "/readyz" if self.name.startswith("drumline") else "/health"
+        while True:
+            if self.process.poll() is not None:
+                raise SystemExit(f"{self.name} ended with {self.process.returncode}: see {self.log}")
+            if time.monotonic() - self.started > limit_s:
+                raise SystemExit(f"{self.name} is not ready after {limit_s:g} s: see {self.log}")
+            with contextlib.suppress(OSError, urllib.error.URLError):
+                urllib.request.urlopen(self.url + path, timeout=5).close()
+                self.note_shared_memory()
+                return time.monotonic() - self.started
+            time.sleep(0.1)
 
 
 @contextlib.contextmanager
