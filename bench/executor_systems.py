@@ -68,6 +68,7 @@ class Drumline:
         from drumline import EngineConfig, Executor, ParallelConfig, ProcessConfig
 
         config = EngineConfig(
+            platform="cpu",
             parallel=ParallelConfig(tensor_parallel_size=n, distributed_executor_backend="mp"),
             process=ProcessConfig(worker_cls="executor_systems:DrumlineWorker", log_level="warning"),
         )
