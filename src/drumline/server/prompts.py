@@ -38,6 +38,12 @@ MAX_N = 128
 MAX_CHOICES = 4096
 """Most outputs of one request."""
 MAX_STOPS = 64
+MAX_STOP_CHARS = 65_536
+"""Of all stop texts of a request together: each is prepared for looking it up in a stream, while all streams wait."""
+MAX_PROMPT_LOGPROBS = 500_000
+"""Log-probabilities of prompt tokens in one answer, some 36 MB of JSON."""
+MAX_DETOKENIZED = 1_000_000
+"""Ids that can be turned into text at once."""
 """Most stop strings: each one reads every character."""
 LARGE_BODY_BYTES = 32768
 """Bodies above this are tokenised in a thread, so that the streams of others go on meanwhile."""
@@ -165,11 +171,18 @@ class TextRoom:
             self._prepare(body, params, f"{request_id}-{place}", prompt, add_special_tokens=special)
             for place, prompt in enumerate(prompts)
         ]
+        asked = sum(len(one.prompt_token_ids) * (1 + (one.params.prompt_logprobs or 0)) for one in requests)
+        if params.prompt_logprobs is not None and asked > MAX_PROMPT_LOGPROBS:
+            raise bad_request(
+                f"{asked} log-probabilities of prompt tokens are asked for; at most {MAX_PROMPT_LOGPROBS} fit into an "
+                "answer. Ask for fewer of each token, or for fewer prompts.",
+                "prompt",
+            )
         echo = [self._text(request) for request in requests] if body.echo else []
         return Prepared(requests=requests, num_top=_asked(requests[0], num_top), echo=echo, echo_only=echo_only)
 
     def tokenize(self, body: TokenizeRequest) -> Tokenized:
-        """Token ids of a prompt or a chat, however many they are."""
+        """Token ids of a prompt or a chat, also of one that is somewhat too long for the model."""
         tokenizer = self._need_tokenizer("prompt")
         _refuse(body)
         if (body.prompt is None) == (body.messages is None):
@@ -185,6 +198,7 @@ class TextRoom:
                 **(body.chat_template_kwargs or {}),
             )
         assert text is not None
+        self._builder.check_text(text)
         ids = tokenizer.encode(text, add_special_tokens=special)
         names = [tokenizer.id_to_token(token) or "" for token in ids] if body.return_token_strs else None
         return Tokenized(count=len(ids), max_model_len=self._builder.max_model_len, tokens=ids, token_strs=names)
@@ -192,6 +206,8 @@ class TextRoom:
     def detokenize(self, body: DetokenizeRequest) -> Detokenized:
         """Text of token ids, special tokens included."""
         tokenizer = self._need_tokenizer("tokens")
+        if len(body.tokens) > MAX_DETOKENIZED:
+            raise bad_request(f"At most {MAX_DETOKENIZED} tokens can be turned into text at once.", "tokens")
         for token in body.tokens:
             if not 0 <= token < self._builder.vocab_size:
                 raise bad_request(
@@ -260,6 +276,7 @@ class TextRoom:
                 "truncate_prompt_tokens",
             )
         if isinstance(prompt, str):
+            self._builder.check_text(prompt)
             prompt = self._need_tokenizer("prompt").encode(prompt, add_special_tokens=add_special_tokens)
         most = limit if most == -1 else most
         return prompt[:most] if side == "right" else prompt[-most:]
@@ -273,8 +290,13 @@ class TextRoom:
     ) -> SamplingParams:
         if max_tokens is None:
             max_tokens, max_tokens_name = body.max_tokens, "max_tokens"
-        if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
-            raise bad_request(f"stop can have at most {MAX_STOPS} texts.", "stop")
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        if len(stops) > MAX_STOPS or sum(map(len, stops)) > MAX_STOP_CHARS:
+            raise bad_request(
+                f"stop can have at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters together.", "stop"
+            )
+        if len(body.logit_bias or ()) > self._builder.vocab_size:
+            raise bad_request(f"logit_bias has more entries than the {self._builder.vocab_size} tokens.", "logit_bias")
         if body.stream and body.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs are not part of a stream.", "prompt_logprobs")
         limit = whole_number(max_tokens, max_tokens_name, 1, INT32)

@@ -156,19 +156,23 @@ class RequestBuilder:
             return text, self._encode(text, add_special_tokens), salt
         return text, self._check_ids(ids), salt
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        if self.tokenizer is None:
-            raise RequestError(
-                'The tokenizer was not loaded (skip_tokenizer_init): give {"prompt_token_ids": [...]} as prompt.',
-                param="prompt",
-            )
-        # No vocabulary packs 256 characters into a token on average: what cannot fit is refused before it is tokenised.
+    def check_text(self, text: str) -> None:
+        """RequestError for a text that cannot fit, before it is tokenised: tokenising 30 MB keeps the interpreter for a
+        minute. No vocabulary packs 256 characters into a token on average."""
         if len(text) > self.max_model_len * 256:
             raise RequestError(
                 f"The prompt has {len(text)} characters; this model takes at most {self.max_model_len} tokens.",
                 param="prompt",
                 code=TOO_LONG,
             )
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError(
+                'The tokenizer was not loaded (skip_tokenizer_init): give {"prompt_token_ids": [...]} as prompt.',
+                param="prompt",
+            )
+        self.check_text(text)
         ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if not ids:
             raise RequestError("The prompt is empty.", param="prompt")
