@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from drumline.server.generation import Generation
-from drumline.server.logprobs import Spelling, chat_logprobs, completion_logprobs, prompt_logprobs
+from drumline.server.logprobs import Spelling, TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
 from drumline.server.schema import (
     ChatChoice,
     ChatChunk,
@@ -175,7 +175,7 @@ class CompletionWriter:
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets] = {}
         self._begun: set[int] = set()
 
     def first(self, index: int) -> None:
@@ -188,10 +188,9 @@ class CompletionWriter:
 
     def chunk(self, index: int, new: CompletionOutput, prompt: PromptRows | None = None) -> Completion:
         """Text that is new."""
-        offset = self._offsets.get(index, 0)
-        logprobs = self._logprobs(new, offset, prompt, index)
-        if logprobs is not None:
-            self._offsets[index] = offset + sum(len(token) for token in logprobs.tokens)
+        if index not in self._offsets:
+            self._offsets[index] = TextOffsets(self._shape.spelling)
+        logprobs = self._logprobs(new, self._offsets[index], prompt, index)
         choice = CompletionChoice(
             index=index,
             text=new.text,
@@ -222,7 +221,7 @@ class CompletionWriter:
         )
 
     def _logprobs(
-        self, new: CompletionOutput, offset: int, prompt: PromptRows | None, index: int
+        self, new: CompletionOutput, offsets: TextOffsets, prompt: PromptRows | None, index: int
     ) -> CompletionLogprobs | None:
         shape = self._shape
         if shape.num_top is None:
@@ -230,7 +229,7 @@ class CompletionWriter:
         ids, rows = new.token_ids, list[Mapping[int, Logprob] | None](new.logprobs or ())
         if prompt is not None:
             ids, rows = [*shape.prompts[index // shape.n], *ids], [*prompt, *rows]
-        return completion_logprobs(ids, rows, shape.num_top, shape.spelling, offset)
+        return completion_logprobs(ids, rows, shape.num_top, shape.spelling, offsets)
 
     def whole(self, results: list[RequestOutput], usage: Usage) -> Completion:
         """All outputs."""
@@ -243,7 +242,7 @@ class CompletionWriter:
                     CompletionChoice(
                         index=index,
                         text=self._shape.prefix(index) + output.text,
-                        logprobs=self._logprobs(output, 0, echoed, index),
+                        logprobs=self._logprobs(output, TextOffsets(self._shape.spelling), echoed, index),
                         finish_reason=output.finish_reason,
                         stop_reason=output.stop_reason,
                         token_ids=self._shape.ids(output.token_ids),

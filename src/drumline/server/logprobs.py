@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,23 @@ class Spelling:
         return f"token_id:{token}" if self.as_ids else self.bytes(token).decode(errors="replace")
 
 
+class TextOffsets:
+    """Where tokens that follow each other begin in the text: a character of several tokens begins with the first, and
+    the others are behind nothing more than what came before it."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        self._spelling = spelling
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._count = 0
+
+    def next(self, token: int) -> int:
+        """Characters of the text before this token."""
+        before = self._count
+        spelling = self._spelling
+        self._count += len(spelling.text(token) if spelling.as_ids else self._decoder.decode(spelling.bytes(token)))
+        return before
+
+
 def _top(row: Mapping[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
     """The likeliest tokens of a position, the likeliest first."""
     ranked = sorted(row.items(), key=lambda item: item[1].rank or 0)
@@ -61,9 +79,13 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    ids: Sequence[int], rows: Sequence[Mapping[int, Logprob] | None], num_top: int, spelling: Spelling, offset: int
+    ids: Sequence[int],
+    rows: Sequence[Mapping[int, Logprob] | None],
+    num_top: int,
+    spelling: Spelling,
+    offsets: TextOffsets,
 ) -> CompletionLogprobs:
-    """Four lists, an entry for each token. ``offset``: characters of the output before the first of these tokens.
+    """Four lists, an entry for each token. ``offsets`` has seen the tokens of this output before these.
 
     A row is None for the first token of a prompt, which has a text but no log-probability.
     """
@@ -73,8 +95,7 @@ def completion_logprobs(
             continue
         text = spelling.text(token)
         lists.tokens.append(text)
-        lists.text_offset.append(offset)
-        offset += len(text)
+        lists.text_offset.append(offsets.next(token))
         if row is None:
             lists.token_logprobs.append(None)
             if lists.top_logprobs is not None:
