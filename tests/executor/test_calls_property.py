@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from typing import Any
 
@@ -128,6 +129,30 @@ def test_order_callbacks_and_books(events: list[tuple[str, int]]) -> None:
                 call.result(0)
         gc.collect()
         assert world.table.recount() == 0
+    finally:
+        world.table.close(None, broken(FailureReport(role="over")))
+        world.table.keeper.join(10)
+        waiter.close()
+
+
+def test_a_deadline_keeps_no_ended_call_alive() -> None:
+    """Whoever forgets a call that has ended gives its answer's bytes back, also while one with an earlier deadline is
+    in flight."""
+    waiter = Waiter.create("property")
+    world = World(waiter)
+    told = threading.Event()
+    try:
+        world.begin(0)
+        sooner = world.table.begin("m", (1,), single=True, deadline=time.monotonic() + 500)
+        sooner.add_done_callback(world.callback)
+        last = world.table.begin("m", (2,), single=True, deadline=None)
+        last.add_done_callback(lambda call: told.set())
+        world.answer(0)
+        last.cancel()
+        assert told.wait(10)  # callbacks run in the order of the ends: the keeper has let go of the first call
+        world.futures.clear()
+        assert world.table.recount() == 0
+        assert not sooner.done()
     finally:
         world.table.close(None, broken(FailureReport(role="over")))
         world.table.keeper.join(10)

@@ -69,8 +69,8 @@ class Sleeper(Protocol):
 class CallTable:
     """All calls in flight of one executor.
 
-    ``_deadlines`` and ``_due`` belong to calls with callbacks: a heap of (deadline, id, call), and those that have
-    ended and whose callbacks have not run.
+    ``_deadlines`` and ``_due`` belong to calls with callbacks: a heap of (deadline, id), which keeps no call alive, and
+    those that have ended and whose callbacks have not run.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class CallTable:
         self._aggregator_thread: int | None = None
         self._freed: list[int] = []
         self._watched = 0
-        self._deadlines: list[tuple[float, int, Call]] = []
+        self._deadlines: list[tuple[float, int]] = []
         self._due: deque[Call] = deque()
         self.keeper = Keeper(self, waiter, keeper or KeeperSettings())
 
@@ -276,8 +276,10 @@ class CallTable:
             self._drain()
             if call is not None:
                 self._time_out(call, late)
-            while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2]._done):
-                self._time_out(heapq.heappop(self._deadlines)[2], late)
+            self._drop_ended()
+            while self._deadlines and self._deadlines[0][0] <= now:
+                self._time_out(self._open[heapq.heappop(self._deadlines)[1]], late)
+                self._drop_ended()
             while self._order and self._time_out(self._order[0], late):
                 self._advance()
             self._advance()
@@ -332,7 +334,7 @@ class CallTable:
                 call._callbacks = []
                 self._watched += 1
                 if call.deadline is not None:
-                    heapq.heappush(self._deadlines, (call.deadline, call.id, call))
+                    heapq.heappush(self._deadlines, (call.deadline, call.id))
             call._callbacks.append(callback)
         self.keeper.wake()
         return True
@@ -341,7 +343,16 @@ class CallTable:
         """A call with callbacks has ended. ``lock`` is held."""
         self._watched -= 1
         self._due.append(call)
+        self._drop_ended()
         self.keeper.wake()
+
+    def _drop_ended(self) -> None:
+        """Take deadlines of calls that have ended off the heap's top. ``lock`` is held."""
+        while self._deadlines:
+            call = self._open.get(self._deadlines[0][1])
+            if call is not None and not call._done:
+                return
+            heapq.heappop(self._deadlines)
 
     def run_callbacks(self) -> None:
         """Run the callbacks of calls that have ended, in that order."""
