@@ -175,6 +175,28 @@ class Extension:
         return value + self.rank  # type: ignore[attr-defined,no-any-return]
 
 
+class Busy(Plain):
+    """Has something to do while no call waits."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self.left = 0.0
+        self.done = 0
+
+    def give_work(self, times: float) -> None:
+        self.left, self.done = times, 0
+
+    def while_idle(self) -> bool:
+        if self.left <= 0:
+            return False
+        self.left -= 1
+        self.done += 1
+        return True
+
+    def get_done(self) -> int:
+        return self.done
+
+
 class Clashing:
     """Shares two attributes with Plain."""
 

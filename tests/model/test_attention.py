@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import re
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,3 +188,44 @@ def test_unused_blocks_cost_no_memory() -> None:
     assert float(cache.data[:, :, 6:8].sum()) == 4 * 16 * 64
     assert resident() - before < 8 << 20
     assert hasattr(mmap, "MADV_NOHUGEPAGE")
+
+
+@pytest.mark.parametrize("block", [4, 16, 48])
+def test_blocks_are_touched_ahead(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """Only so many as were promised, in small pieces, always in front of what is in use, without changing anything."""
+    line = 4 * 3 * DIM * 4  # bytes of four tokens in one layer's keys
+    ahead = 64 * 2 * 2 * line * block // 4
+    monkeypatch.setattr(attention, "AHEAD_BYTES", ahead)
+    cache = KVCache(
+        num_layers=2, num_blocks=4000, num_kv_heads=3, block_size=block, head_dim=DIM, dtype=torch.float32, device=CPU
+    )
+    numbers = cache.data.numpy()
+
+    def faults(first: int, stop: int) -> float:
+        """Page faults of writing these blocks, as a share of their pages."""
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        numbers[:, :, first:stop] = 1
+        found = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+        return found / (numbers[:, :, first:stop].nbytes / mmap.PAGESIZE)
+
+    def touch() -> int:
+        times = 0
+        while cache.touch_ahead():
+            times += 1
+        return times
+
+    assert faults(3800, 3900) > 0.9  # this is how untouched ones look
+    assert touch()
+    assert faults(0, 40) < 0.1
+    assert faults(100, 200) > 0.9
+    assert touch() == 0
+    cache.give_out(299)  # some of which nobody had touched
+    assert touch()
+    assert not numbers[:, :, 300:340].any()
+    assert faults(300, 340) < 0.1
+    assert faults(400, 500) > 0.9
+    assert (numbers[:, :, 100:200] == 1).all()
+    cache.give_out(3999)
+    assert touch() == 0
+    cache.give_out(5)
+    assert touch() == 0

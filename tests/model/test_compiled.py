@@ -73,14 +73,15 @@ def test_kept_rows(tiny: Tiny, shape: str, tp: int) -> None:
         torch.testing.assert_close(logits, got[0][places], rtol=1e-4, atol=TIE * float(got[0].std()))
 
 
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.data())
-def test_late_requests(counts: list[int], data: st.DataObject) -> None:
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.booleans(), st.data())
+def test_late_requests(counts: list[int], only_last: bool, data: st.DataObject) -> None:
     """Each place is one row of one request, at the position that it has there."""
     count = np.array(counts)
     first, total = np.cumsum(count) - count, int(count.sum())
     computed = np.array(data.draw(st.lists(st.integers(0, 50), min_size=len(counts), max_size=len(counts))))
     tables = np.arange(len(counts), dtype=np.int32)[:, None]
-    places = np.array(sorted(data.draw(st.sets(st.integers(0, total - 1)))), dtype=np.int64)
+    drawn = np.array(sorted(data.draw(st.sets(st.integers(0, total - 1)))), dtype=np.int64)
+    places = first + count - 1 if only_last else drawn
     wanted = [(place, computed[r] + place - first[r], r) for r in range(len(counts)) for place in places
               if first[r] <= place < first[r] + count[r]]  # fmt: skip
     late = _late_requests(places, first, count, computed, tables)

@@ -206,6 +206,8 @@ class EngineCore:
     def _wait(self) -> None:
         """Sleep until there is something to do."""
         if not self._flights:
+            while self._steps_here and self._something_to_do() is None and self._executor.while_idle():
+                pass
             self._waiter.wait(self._something_to_do)
             return
         began = perf_counter()

@@ -309,6 +309,11 @@ class Executor(ABC):
         """
         return False
 
+    def while_idle(self) -> bool:
+        """For the thread of :meth:`run_steps_here`, while it has nothing to do: the worker's ``while_idle``. Elsewhere
+        workers see to it themselves: False."""
+        return False
+
     @property
     def max_concurrent_batches(self) -> int:
         """How many plans may be in flight at once: one in each pipeline stage, and one more with look-ahead."""

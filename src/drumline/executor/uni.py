@@ -46,7 +46,7 @@ from drumline.processes.reports import make_report
 from drumline.transport import deadline_after
 from drumline.worker.outputs import OutputThread, is_async
 from drumline.worker.protocol import WorkerContext
-from drumline.worker.wrapper import bind, init_output_thread, name_of, start_worker, step_of, stop_worker
+from drumline.worker.wrapper import bind, idle_work, init_output_thread, name_of, start_worker, step_of, stop_worker
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +179,15 @@ class UniExecutor(Executor):
             self._step_here = None
             self._worker_lock.release()
         return step
+
+    def while_idle(self) -> bool:
+        """See :meth:`Executor.while_idle`."""
+        if not self._steps_here or self.is_failed or not self._worker_lock.acquire(blocking=False):
+            return False
+        try:
+            return idle_work(self._made.object)()
+        finally:
+            self._worker_lock.release()
 
     def _watch(self, over: threading.Event) -> None:
         while not over.wait(min(WATCH_S, self.process.execute_timeout_s / 4)):

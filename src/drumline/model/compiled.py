@@ -115,6 +115,8 @@ def _late_requests(
     tables: npt.NDArray[np.int32],
 ) -> tuple[npt.NDArray[Any], ...]:
     """Requests' rows (as the arguments are) of the tokens at ascending ``places``, neighbours of a request together."""
+    if len(places) == len(count) and bool((places == first + count - 1).all()):  # the last token of each
+        return places, np.ones(len(places), dtype=np.int64), computed + count - 1, tables
     request = np.searchsorted(first, places, side="right") - 1
     begins = np.flatnonzero(np.r_[True, (np.diff(places) > 1) | (np.diff(request) > 0)][: len(places)])
     request = request[begins]
@@ -152,6 +154,7 @@ class CompiledForward:
         self._inputs = max(inputs, read.hidden, read.q_heads * read.head_dim)
         self._buffers = _Buffers(
             {
+                Reg.X: read.hidden,
                 Reg.H: read.hidden,
                 Reg.QKV: qkv_width,
                 Reg.ATTENDED: read.q_heads * read.head_dim,
@@ -217,7 +220,12 @@ class CompiledForward:
         reg = self._registers
         if max(tokens, kept) > self._buffers.rows:
             self._grow(max(tokens, kept))
-        x = torch.empty(tokens, self._hidden) if self._first else ids.clone()
+        if self._last:  # new memory each time would be touched for the first time each time
+            x = self._buffers.view(Reg.X, tokens)
+            if not self._first:
+                x.copy_(ids)
+        else:  # the caller gets it
+            x = torch.empty(tokens, self._hidden) if self._first else ids.clone()
         logits = torch.empty(kept, self._vocab)
         if batch.cache is None:
             tables = self._take_none(tokens)

@@ -223,11 +223,13 @@ class ModelRunner:
         counts, blocks = ints(plan.block_counts), ints(plan.blocks)
         if not len(blocks):
             return
-        if int(blocks.min()) < 0 or int(blocks.max()) >= self._cache.num_blocks:  # kernels write where they are told
+        highest = int(blocks.max())
+        if int(blocks.min()) < 0 or highest >= self._cache.num_blocks:  # kernels write where they are told
             raise RuntimeError(
-                f"step {plan.step} names blocks {int(blocks.min())} to {int(blocks.max())}: this rank has "
+                f"step {plan.step} names blocks {int(blocks.min())} to {highest}: this rank has "
                 f"{self._cache.num_blocks}"
             )
+        self._cache.give_out(highest)
         if self._gathers:  # other forwards touch what they write and nothing else
             rows = np.repeat(np.arange(len(slots)), counts)
             nth = np.arange(len(blocks)) - (np.cumsum(counts) - counts)[rows]

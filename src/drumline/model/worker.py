@@ -215,6 +215,10 @@ class ModelWorker:
         """An empty forward that joins the collectives of the others."""
         self.runner.run_dummy(1)
 
+    def while_idle(self) -> bool:
+        """Prepare memory for prompts to come, a little at a time. False: nothing is left to do."""
+        return self.cache is not None and self.cache.touch_ahead()
+
     def check_health(self) -> None:
         """Raise if the device does not work any more."""
         self.platform.synchronize()

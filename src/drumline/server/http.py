@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -134,6 +135,10 @@ class Source(Protocol):
 class Direct(Protocol):
     """Where the server writes what follows an answer's beginning; see ``uvicorn_server``."""
 
+    @property
+    def paused(self) -> bool:
+        """The client does not keep up. While this is false ASGI's ``send`` does not wait for anything."""
+
     def write(self, data: bytes) -> bool:
         """Send a part of the body. False: the client does not keep up; :meth:`drain` before the next."""
 
@@ -151,9 +156,9 @@ DIRECT = "drumline.direct"
 class EventStream(Response):
     """Server-sent events. The headers go out with the first event; an error before it has a status of its own.
 
-    The first event goes the way of ASGI. Those that follow are written to the connection from the call that brought
-    them, if the server has a :class:`Direct`: no task switch, no chain of ``send`` coroutines. A client that does not
-    keep up makes the stream busy; its events wait, unmade, with the engine's client, and are one event later.
+    The first event goes the way of ASGI, and those that follow are written to the connection, all from the call that
+    brought them, if the server has a :class:`Direct`: no task switch, no chain of ``send`` coroutines. A client that
+    does not keep up makes the stream busy; its events wait, unmade, with the engine's client, and are one event later.
     """
 
     def __init__(self, service: Service, source: Source) -> None:
@@ -163,6 +168,7 @@ class EventStream(Response):
         self._source = source
         self._started = False
         self._direct: Direct | None = None
+        self._begin: Callable[[bytes], bool] = lambda data: False
         self._parts: list[bytes] = []
         """What the pump has to send."""
         self._busy = False
@@ -171,6 +177,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream until the events end, the client leaves or the server ends."""
         direct: Direct | None = scope.get(DIRECT)
+        if direct is not None:
+            self._begin = partial(self._first, send, direct)
         try:
             # Before any task is made, so that the engine begins.
             self._source.start(self._write, lambda: self._busy)
@@ -206,9 +214,20 @@ class EventStream(Response):
                 self._busy = True
                 self._wake.set()
             return
-        # Not busy yet with the first event: what one step gives several outputs of a request goes out together.
+        if not self._started and not self._parts and self._begin(data):
+            return
         self._parts.append(data)
         self._wake.set()
+
+    def _first(self, send: Send, direct: Direct, data: bytes) -> bool:
+        """Send the first event from here, if that can be done without waiting."""
+        if direct.paused:
+            return False
+        with direct.together():
+            _run_now(self._start(send))
+            _run_now(send({"type": "http.response.body", "body": data, "more_body": True}))
+        self._direct = direct
+        return True
 
     async def _pump(self, send: Send, direct: Direct | None) -> None:
         """Send what waits; after that, events need not come by here."""
@@ -247,6 +266,12 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             log.debug("a client did not read the end of its stream")
+
+
+def _run_now(work: Awaitable[None]) -> None:
+    """Run what does not wait for anything. RuntimeError if it does."""
+    for _ in work.__await__():
+        raise RuntimeError("ASGI's send waits although the connection takes more")
 
 
 def whole_number(value: float | int | None, param: str, least: int, most: int) -> int | None:

@@ -6,7 +6,8 @@ an idle server. ``main_loop`` waits for an event instead; the date header is wri
 uvicorn limits neither the size of a head nor the time that a client takes, and leaves framing to httptools;
 ``Protocol`` puts framing.py in front of that. What it rests on in uvicorn: ``on_headers_complete``, ``on_body``,
 ``on_message_complete`` and ``on_response_complete`` of HttpToolsProtocol, the flags of its request cycle, its flow
-control, its keep-alive timer, and that a request cycle writes to its ``transport``.
+control, its keep-alive timer, that a request cycle writes to its ``transport``, and that its ``send`` waits for
+nothing but flow control.
 """
 
 from __future__ import annotations
@@ -224,6 +225,11 @@ class DirectBody:
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._write = cycle.transport.write
+
+    @property
+    def paused(self) -> bool:
+        """See ``http.Direct``."""
+        return self._cycle.flow.write_paused
 
     def write(self, data: bytes) -> bool:
         """A part of the body, as one chunk. False: the client does not keep up."""

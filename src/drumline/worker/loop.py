@@ -32,7 +32,7 @@ from drumline.transport.waiter import Waiter
 from drumline.worker.outputs import OutputThread, is_async
 from drumline.worker.segment import Progress
 from drumline.worker.wire import ALL_RANKS, Buffer, CallDecoder, CallFailed, CallHead, Request, encode_answer, read_head
-from drumline.worker.wrapper import bind, init_output_thread, step_of
+from drumline.worker.wrapper import bind, idle_work, init_output_thread, step_of
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +97,7 @@ class WorkerLoop:
         self._describe_owner = describe_owner
         self._long_wait_s = long_wait_s
         self._fail_lock = threading.Lock()
+        self._while_idle = idle_work(worker)
         self._outputs = OutputThread(lambda: init_output_thread(worker), channels.waiter.ring)
 
     def run(self) -> None:
@@ -109,7 +110,11 @@ class WorkerLoop:
                 log.warning("an output does not get finished; it is left alone")
 
     def _serve_next(self) -> None:
-        message = self._waiter.wait(self._next)
+        message = self._next()
+        while message is None and self._while_idle():
+            message = self._next()
+        if message is None:
+            message = self._waiter.wait(self._next)
         if message is not None:
             self._serve(message)
 

@@ -73,6 +73,11 @@ class Worker(Protocol):
     def execute_dummy_batch(self) -> None:
         """An empty forward that joins the collectives of the others."""
 
+    def while_idle(self) -> bool:
+        """Do something useful that takes less than 0.1 ms, while no call waits; False if there is nothing left. May be
+        missing. The place for what would cost the next call time. No collective may be in it; what it raises ends the
+        worker."""
+
     def check_health(self) -> None:
         """Raise if the device does not work any more."""
 

@@ -134,6 +134,11 @@ def init_output_thread(worker: Any) -> None:
     _call_if_there(worker, "init_output_thread")
 
 
+def idle_work(worker: Any) -> Callable[[], bool]:
+    """The worker's ``while_idle``; without one there is never anything to do."""
+    return getattr(worker, "while_idle", None) or (lambda: False)
+
+
 def check_health(worker: Any) -> None:
     """Call ``check_health`` where it exists: a worker that answers at all is healthy without it."""
     _call_if_there(worker, "check_health")
