@@ -337,3 +337,29 @@ def test_log_probabilities_are_of_the_raw_distribution() -> None:
         assert entry is not None
         assert entry.logprob == pytest.approx(float(expected[row, 4]), abs=1e-5)
         assert entry.top_ids == expected[row].topk(2).indices.tolist()
+
+
+KINDS = [
+    SlotSampling(),
+    SlotSampling(temperature=0.7),
+    SlotSampling(logprobs=0),
+    SlotSampling(bias_ids=(4,), bias_values=(2.0,)),
+    SlotSampling(temperature=1, logprobs=1, repetition_penalty=1.5),
+]
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, len(KINDS) - 1)), max_size=40))
+def test_plain_rows_are_told_by_the_slots_in_use(events: list[tuple[int, int]]) -> None:
+    """Plain iff no slot in use asks for more than the largest logit."""
+    table, used = SlotTable(20, 4, 2, ids=Range(0, 30)), dict[int, int]()
+    for slot, kind in events:
+        if slot in used:
+            table.free(np.array([slot], dtype=np.int32))
+            del used[slot]
+        else:
+            table.start(SlotStart(slot, "r", pack([1, 2]), 2, KINDS[kind]))
+            used[slot] = kind
+        if used:
+            rows = table.sampling_rows(np.array(sorted(used), dtype=np.int32))
+            assert rows.plain == (set(used.values()) == {0})
+            assert rows.plain or len(rows.temperature) == len(used)

@@ -261,6 +261,11 @@ class Adjuster:
         amounts = [self._asked[slot].sampling.repetition_penalty for slot in slots.tolist()]
         return torch.tensor(amounts, dtype=torch.float32, device=self._device)
 
+    @property
+    def idle(self) -> bool:
+        """No slot asks for anything."""
+        return not self._asked
+
     def concerns(self, slots: Ints) -> bool:
         """Some of these slots ask for something."""
         return any(slot in self._asked for slot in slots.tolist()) if self._asked else False

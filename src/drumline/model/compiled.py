@@ -107,6 +107,11 @@ class _Sum:
             self._one_shot.wait(number)
 
 
+def _address(array: npt.NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]  # array.ctypes is a layer more
+    return address
+
+
 def _late_requests(
     places: npt.NDArray[np.int64],
     first: npt.NDArray[np.int64],
@@ -213,8 +218,9 @@ class CompiledForward:
 
     def _set_rows(self, ids: torch.Tensor, positions: torch.Tensor, batch: AttentionBatch, keep: torch.Tensor) -> None:
         """Addresses of a step's rows, and memory for what it computes."""
-        tokens, kept = len(ids), len(keep)
-        first = np.cumsum(batch.num_tokens, dtype=np.int64) - batch.num_tokens
+        tokens, kept = ids.shape[0], keep.shape[0]
+        ends: npt.NDArray[np.int64] = batch.num_tokens.cumsum(dtype=np.int64)
+        first: npt.NDArray[np.int64] = ends - batch.num_tokens
         count, computed = np.asarray(batch.num_tokens, np.int64), np.asarray(batch.num_computed, np.int64)
         tables = np.ascontiguousarray(batch.tables, dtype=np.int32)
         reg = self._registers
@@ -251,7 +257,7 @@ class CompiledForward:
 
     def _set_requests(self, reg: Reg, *rows: npt.NDArray[Any]) -> None:
         """Number and addresses of requests' first rows, counts, computed tokens and block tables."""
-        self._registers[reg : reg + 5] = (len(rows[0]), *(array.ctypes.data for array in rows))
+        self._registers[reg : reg + 5] = (len(rows[0]), *map(_address, rows))
 
     def _grow(self, rows: int) -> None:
         self._buffers.grow(rows, self._registers)

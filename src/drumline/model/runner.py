@@ -55,6 +55,9 @@ class _Unsampled:
     """Each row had one token, and samples."""
 
 
+_NO_LOGITS = torch.empty((0, 0))
+
+
 class ModelRunner:
     """Applies plans to a loaded model over a KV cache."""
 
@@ -146,7 +149,8 @@ class ModelRunner:
         if self._cache is None:
             raise RuntimeError("a plan came before the KV cache was configured")
         state = self.slots
-        state.free(ints(plan.freed))
+        if plan.freed:
+            state.free(ints(plan.freed))
         for start in plan.starts:
             state.start(start)
         slots, count, computed = ints(plan.slots), ints(plan.num_tokens), ints(plan.num_computed)
@@ -157,9 +161,9 @@ class ModelRunner:
         chosen = np.flatnonzero(ints(plan.sample))
         sampled = slots[chosen]
         prompt = state.prompt_rows(slots, count, computed)
-        logits, seconds, decodes = torch.empty((0, 0)), 0.0, False
+        logits, seconds, decodes = _NO_LOGITS, 0.0, False
         if len(slots):
-            starts = np.cumsum(count) - count
+            starts = count.cumsum() - count
             single = len(slots) == int(starts[-1]) + 1 == int(starts[-1] + count[-1])
             decodes = single and len(chosen) == len(slots) and prompt is None
             if single:

@@ -73,6 +73,8 @@ class SamplingRows:
     """Number of top log-probabilities; -1: none."""
     adjustments: Adjustments | None = None
     """Bans, biases and penalties."""
+    plain: bool = False
+    """All rows are greedy, and ask for nothing else: nobody looks at the arrays, which may have any length."""
 
     @cached_property
     def greedy(self) -> bool:
@@ -97,8 +99,22 @@ class SamplingRows:
 
     def chosen(self, rows: Longs) -> SamplingRows:
         """Some rows, without adjustments."""
-        arrays = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "adjustments"}
+        arrays = {name: getattr(self, name)[rows] for name in _ARRAYS}
         return replace(self, adjustments=None, **arrays)
+
+
+_ARRAYS = tuple(field.name for field in fields(SamplingRows) if field.name not in ("adjustments", "plain"))
+PLAIN = SamplingRows(
+    temperature=np.zeros(0),
+    top_p=np.zeros(0),
+    top_k=np.zeros(0, dtype=np.int32),
+    min_p=np.zeros(0),
+    seed=np.zeros(0, dtype=np.int64),
+    output_index=np.zeros(0, dtype=np.int64),
+    logprobs=np.zeros(0, dtype=np.int32),
+    plain=True,
+)
+"""Any number of plain rows."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +147,8 @@ class Sampler:
 
         ``logits`` [S, size of this rank's range], float32; may be changed. A collective of the group.
         """
+        if rows.plain:
+            return self._likeliest(logits), []
         logged, raw = rows.logged, logits
         if len(logged) and (len(logged) < len(logits) or rows.adjustments is not None):
             raw = logits[torch.from_numpy(logged).to(logits.device)]
