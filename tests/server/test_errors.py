@@ -118,6 +118,11 @@ BAD: list[tuple[str, bytes, int, str | None, str | None]] = [
     (COMPLETION, completion(bad_words=[f"word {i}" for i in range(200)]), 400, "bad_words", None),
     (COMPLETION, completion(allowed_token_ids=[]), 400, "allowed_token_ids", None),
     (COMPLETION, completion(allowed_token_ids=[-1]), 400, "allowed_token_ids", None),
+    # what leaves no token to choose
+    (COMPLETION, completion(allowed_token_ids=[2], min_tokens=1), 400, "allowed_token_ids", None),
+    (CHAT, chat(allowed_token_ids=[5, 6], min_tokens=1, stop_token_ids=[5, 6]), 400, "allowed_token_ids", None),
+    (COMPLETION, completion(min_tokens=1, stop_token_ids=list(range(420))), 400, "min_tokens", None),
+    (COMPLETION, completion(allowed_token_ids=[67], bad_words=["a"]), 400, "allowed_token_ids", None),
     (COMPLETION, completion(min_p=1.1), 400, "min_p", None),
     (COMPLETION, completion(prompt_logprobs=21), 400, "prompt_logprobs", None),
     (COMPLETION, completion(prompt_logprobs=1, stream=True), 400, "prompt_logprobs", None),

@@ -85,11 +85,12 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but the first. Such a request reads no cached prefix."""
     logit_bias: dict[int, float] | None = None
-    """Token id: what is added to its logit."""
+    """Token id: what is added to its logit. However low, it forbids nothing: an only token is chosen all the same."""
     bad_words: list[str] | None = None
-    """Texts that must not be generated: the last token of each is not chosen where it would complete it."""
+    """Texts that must not be generated: the last token of each is not chosen where it would complete it. An output for
+    which they leave no token ends there, with finish_reason ``stop`` and stop_reason ``bad_words``."""
     allowed_token_ids: list[int] | None = None
-    """Choose only among these."""
+    """Choose only among these. One of them must be left at the beginning by ``bad_words`` and ``min_tokens``."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True

@@ -58,16 +58,17 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     """Prefixes are shared only with requests of the same salt."""
     min_p: Number = None
     min_tokens: Number = None
-    """Until the output has so many tokens, nothing ends it."""
+    """Until the output has so many tokens, nothing ends it (but bad words that leave no token to choose)."""
     presence_penalty: Number = None
     frequency_penalty: Number = None
     repetition_penalty: Number = None
     logit_bias: dict[str, float] | None = None
-    """Token id: what is added to its logit, -100 to 100."""
+    """Token id: what is added to its logit, -100 to 100. It forbids nothing: an only token is chosen all the same."""
     bad_words: list[str] | None = None
-    """Texts that are not generated."""
+    """Texts that are not generated. Where they leave no token to choose, the output ends with ``stop_reason``
+    ``bad_words``."""
     allowed_token_ids: list[int] | None = None
-    """Only these tokens are generated."""
+    """Only these tokens are generated. A 400 if ``bad_words`` and ``min_tokens`` leave none of them to begin with."""
     prompt_logprobs: Number = None
     """Log-probabilities of the prompt's tokens, with so many of the likeliest at each position. Not in a stream."""
     truncate_prompt_tokens: Number = None

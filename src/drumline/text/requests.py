@@ -19,6 +19,7 @@ from typing import Any
 
 from drumline.engine.protocol import EngineRequest
 from drumline.errors import RequestError
+from drumline.plan.choices import check_choice
 from drumline.plan.sampling import MAX_LOGPROBS, SamplingParams
 from drumline.text.tokenizer import Tokenizer
 
@@ -111,6 +112,13 @@ class RequestBuilder:
         self._check_params(params)
         params = self._resolve(params, len(token_ids), strict_max_tokens)
         bad_words = self._bad_words(params.bad_words or ())
+        check_choice(
+            params.allowed_token_ids or (),
+            [word[0] for word in bad_words if len(word) == 1],
+            (*self.eos_token_ids, *(params.stop_token_ids or ())),
+            params.min_tokens,
+            self.vocab_size,
+        )
         single = copy(params)  # clone() would check again what was just checked
         single.n, single.best_of, single.prompt_logprobs = 1, None, None
         count = params.best_of or params.n
