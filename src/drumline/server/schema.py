@@ -62,7 +62,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     presence_penalty: Number = None
     frequency_penalty: Number = None
     repetition_penalty: Number = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     """Token id: what is added to its logit, -100 to 100. It forbids nothing: an only token is chosen all the same."""
     bad_words: list[str] | None = None
     """Texts that are not generated. Where they leave no token to choose, the output ends with ``stop_reason``
