@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from drumline.engine.protocol import EngineRequest
@@ -160,6 +162,24 @@ def test_ends_at_max_model_len(depth: int):
     rig.run(req)
     assert len(rig.got["a"]) == 6
     assert rig.ended["a"].finish_reason == "length"
+
+
+@pytest.mark.parametrize("size", [*itertools.product((1, 2), (1, 3), (1, 2), (1, 2), (1, 2, 3), (True, False))])
+def test_limits_are_refused_or_serve_the_shortest_request(size: tuple[int, int, int, int, int, bool]):
+    num_blocks, block_size, seqs, tokens, length, chunked = size
+    options = dict(
+        zip(("max_num_seqs", "max_num_batched_tokens", "max_model_len"), (seqs, tokens, length), strict=True)
+    )
+    if length == 1 or (not chunked and tokens < length):
+        with pytest.raises(ValueError, match="max_model_len"):
+            Rig(num_blocks=num_blocks, block_size=block_size, chunked=chunked, **options)
+        return
+    rig, requests = (
+        Rig(num_blocks=num_blocks, block_size=block_size, chunked=chunked, **options),
+        [request("a", [1], 1)],
+    )
+    rig.run(*requests)
+    check_all(rig, requests)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

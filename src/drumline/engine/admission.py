@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from drumline.config import POLICIES
+from drumline.config import LEAST_MODEL_LEN, POLICIES
 from drumline.engine.blocks import BlockPool, HashChain
 from drumline.engine.protocol import EngineRequest
 from drumline.engine.queue import Request
@@ -52,6 +52,8 @@ class Limits:
         """Raise ValueError if no request, or not one of max_model_len, could ever be served."""
         if min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.num_micro_batches) < 1:
             raise ValueError(f"every limit must be at least 1: {self}")
+        if self.max_model_len < LEAST_MODEL_LEN:
+            raise ValueError(f"max_model_len must be at least {LEAST_MODEL_LEN}, a token of prompt and output: {self}")
         if self.policy not in POLICIES:
             raise ValueError(f"the policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
