@@ -28,6 +28,7 @@ from drumline.server.schema import (
     Tokenized,
     TokenizeRequest,
 )
+from drumline.text.chat import normalize_messages
 from drumline.text.requests import TOO_LONG, PreparedRequest, RequestBuilder
 from drumline.text.tokenizer import Tokenizer, read_eos_token_ids, read_sampling_defaults
 
@@ -82,6 +83,8 @@ class Prepared:
     """How many of the likeliest tokens to report; None: no log-probabilities."""
     echo: list[str]
     """For each prompt, what to put in front of its outputs; empty: nothing."""
+    role: str = "assistant"
+    """Who speaks in a chat's answer: without a generation prompt, whoever spoke last."""
     echo_only: bool = False
     """No output is wanted behind that: what the engine gives (it gives a token at least) is left out."""
 
@@ -132,19 +135,21 @@ class TextRoom:
                 "messages",
                 TOO_LONG,
             )
-        go_on = bool(body.continue_final_message)
+        begins = body.add_generation_prompt is not False
         try:
             text = self.tokenizer.render_chat(
                 body.messages,
-                add_generation_prompt=body.add_generation_prompt is not False,
-                continue_final_message=go_on,
+                add_generation_prompt=begins,
+                continue_final_message=bool(body.continue_final_message),
                 documents=body.documents,
                 **extra,
             )
             # The template writes special tokens itself.
             request = self._prepare(body, params, request_id, text, add_special_tokens=bool(body.add_special_tokens))
-            echo = [_content(body.messages[-1])] if body.echo and go_on else []
-            return Prepared(requests=[request], num_top=_asked(request, num_top), echo=echo)
+            (last,) = normalize_messages(body.messages[-1:])
+            role = "assistant" if begins else last["role"]
+            echo = [last["content"]] if body.echo and last["role"] == role else []
+            return Prepared(requests=[request], num_top=_asked(request, num_top), echo=echo, role=role)
         except RequestError as e:
             if e.param == "logprobs":
                 e.param, e.args = "top_logprobs", (f"top_{e}",)
@@ -356,14 +361,6 @@ def split_prompt(prompt: Any) -> list[str | list[int]]:
         reason = f"can have at most {MAX_CHOICES} prompts, not {len(prompt)}" if many else "mixes prompts and token ids"
         raise bad_request(f"prompt {reason}.", "prompt")
     return [prompt]
-
-
-def _content(message: dict[str, Any]) -> str:
-    """Text of a message, which may be in parts."""
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
-    return content if isinstance(content, str) else ""
 
 
 def _asked(request: PreparedRequest, num_top: int | None) -> int | None:

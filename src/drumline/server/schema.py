@@ -113,7 +113,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     add_special_tokens: bool | None = None
     """Put special tokens in front of what the template wrote, which has them as a rule."""
     echo: bool | None = None
-    """Put the last message in front of the answer if the answer continues it."""
+    """Put the last message in front of the answer, if both are of the same role: ``assistant``, or with
+    ``add_generation_prompt: false``, where the last speaker goes on, any."""
     documents: list[dict[str, Any]] | None = None
     """For templates that know documents."""
     reasoning_effort: str | None = None
@@ -230,7 +231,7 @@ PromptLogprobs = list[dict[int, Logprob] | None]
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """The assistant's message."""
+    """The answer: the assistant's, or with ``add_generation_prompt: false`` of whoever spoke last."""
 
     role: str = "assistant"
     content: str | None
