@@ -46,6 +46,10 @@ def option(name: str) -> str:
     return f"{name} ({flag_of(name)})"
 
 
+LEAST_MODEL_LEN = 2
+"""Tokens that a request has at least: one of its prompt, one of its output."""
+
+
 def _whole(config: Any, names: Iterable[str], least: int = 1) -> None:
     """Check that fields are whole numbers, not below ``least``."""
     for name in names:
@@ -353,6 +357,11 @@ class ModelConfig:
         _one_of(self, "model_impl", MODEL_IMPLS)
         if self.max_model_len is not None:
             _whole(self, ("max_model_len",))
+            if self.max_model_len < LEAST_MODEL_LEN:
+                raise ConfigError(
+                    f"{option('max_model_len')} {self.max_model_len} leaves no room for any request, which has a token "
+                    f"of its prompt and one of its output at least. Give {LEAST_MODEL_LEN} or more, or leave it out"
+                )
         _whole(self, ("seed",), least=-(2**63))
         _whole(self, ("max_logprobs",), least=-1)
 
@@ -450,10 +459,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         length, step = self.model.max_model_len, self.scheduler.max_num_batched_tokens
-        if not self.scheduler.enable_chunked_prefill and length is not None and step < length:
+        if not self.scheduler.enable_chunked_prefill and step < (length or LEAST_MODEL_LEN):
+            least = f"--max-model-len {length}" if length else f"{LEAST_MODEL_LEN}"
             raise ConfigError(
-                f"{option('max_num_batched_tokens')} {step} must be at least --max-model-len {length} without chunked "
-                "prefill, or the longest prompts could never be computed"
+                f"{option('max_num_batched_tokens')} {step} must be at least {least} without chunked prefill, or the "
+                "longest prompts could never be computed"
             )
 
     def with_(self, **changes: Any) -> EngineConfig:

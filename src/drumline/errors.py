@@ -27,7 +27,9 @@ This module imports nothing of drumline, neither torch nor transformers.
 from __future__ import annotations
 
 import enum
+import reprlib
 import time
+from typing import Any
 
 import msgspec
 
@@ -43,6 +45,24 @@ class ExitCode(enum.IntEnum):
     NODE_LOST = 6
     INTERNAL = 7
     INTERRUPTED = 130
+
+
+class _Shown(reprlib.Repr):
+    """Shortens while it writes: the whole text of a value that somebody sent may take seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 60
+        self.maxlevel = 3
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to write numbers of thousands of digits."""
+        return super().repr_int(x, level) if x.bit_length() < 1024 else f"an integer of {x.bit_length()} bits"
+
+
+def shown(value: Any) -> str:
+    """``value`` as error messages show it: as Python writes it, but short."""
+    return _Shown().repr(value)
 
 
 class FailureReport(msgspec.Struct, kw_only=True):

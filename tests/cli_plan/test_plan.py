@@ -175,7 +175,7 @@ def test_shares_of_a_model_folder(tmp_path: Path) -> None:
     refused = config.with_(parallel=ParallelConfig(tensor_parallel_size=10))
     assert "serve would refuse this model: --tensor-parallel-size 10" in plan_text(refused, devices=CPU)
     long = config.with_(model=ModelConfig(model=str(tmp_path), max_model_len=8193, load_format="dummy"))
-    assert "serve would refuse this model: --max-model-len 8193 must be between 1 and" in plan_text(long, devices=CPU)
+    assert "serve would refuse this model: --max-model-len 8193 must be between 2 and" in plan_text(long, devices=CPU)
     assert "has no weights" in text
     dummy = config.with_(model=ModelConfig(model=str(tmp_path), load_format="dummy"))
     assert "refuse" not in plan_text(dummy, devices=CPU)

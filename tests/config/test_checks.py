@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import msgspec
@@ -68,6 +69,7 @@ def test_defaults_are_fine_and_travel_as_data(kind: type[Any]) -> None:
         (ModelConfig, "dtype", "int7", "auto, float32, bfloat16, float16, not 'int7'"),
         (ModelConfig, "load_format", "gguf", "auto, safetensors, dummy"),
         (ModelConfig, "max_model_len", 0, "--max-model-len"),
+        (ModelConfig, "max_model_len", 1, "leaves no room for any request"),
         (CacheConfig, "block_size", 0, "--block-size"),
         (CacheConfig, "gpu_memory_utilization", 1.5, "at most 1"),
         (CacheConfig, "gpu_memory_utilization", 0.0, "--gpu-memory-utilization"),
@@ -94,6 +96,14 @@ def test_prompts_must_be_computable_without_chunked_prefill() -> None:
     with pytest.raises(ConfigError, match=r"--max-num-batched-tokens\) 100 must be at least --max-model-len 101"):
         EngineConfig(model=ModelConfig(max_model_len=101), scheduler=scheduler)
     EngineConfig(model=ModelConfig(max_model_len=100), scheduler=scheduler)
+    for tokens in (2, 1):
+        scheduler = SchedulerConfig(enable_chunked_prefill=False, max_num_batched_tokens=tokens)
+        with (
+            contextlib.nullcontext()
+            if tokens == 2
+            else pytest.raises(ConfigError, match="1 must be at least 2 without")
+        ):
+            EngineConfig(scheduler=scheduler)
 
 
 @pytest.mark.parametrize("backend", ["ray", "my.module.Executor"])

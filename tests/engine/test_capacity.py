@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from drumline.config import CacheConfig, SchedulerConfig
-from drumline.engine.capacity import fit_max_model_len, pool_capacity
+from drumline.engine.capacity import Capacity, fit_max_model_len, pool_capacity
 from drumline.errors import ConfigError
 from drumline.plan.kv import KVSpec
 
@@ -54,3 +54,12 @@ def test_max_model_len_without_chunked_prefill():
     assert fit_max_model_len(None, 8192, capacity, whole)[0] == 32
     with pytest.raises(ConfigError, match="--max-num-batched-tokens 32"):
         fit_max_model_len(33, 8192, capacity, whole)
+
+
+@pytest.mark.parametrize("asked", [None, 2])
+def test_a_length_that_leaves_room_for_no_request_is_refused(asked: int | None):
+    capacity = Capacity(num_blocks=1, block_size=1, limiting_rank=0, reason="")
+    assert fit_max_model_len(asked, 8192, capacity, SchedulerConfig())[0] == 2
+    whole = SchedulerConfig(enable_chunked_prefill=False, max_num_batched_tokens=1)
+    with pytest.raises(ConfigError, match=r"no request can be served.*--max-num-batched-tokens 1"):
+        fit_max_model_len(asked, 8192, capacity, whole)

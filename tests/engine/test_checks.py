@@ -100,6 +100,6 @@ def test_models(tmp_path: Path) -> None:
         check(tensor_parallel_size=9)
     with pytest.raises(ConfigError, match="--tensor-parallel-size 7 is more than the model's width of 6"):
         check(tensor_parallel_size=7)
-    with pytest.raises(ConfigError, match="--max-model-len 100000 must be between 1 and the model's 512"):
+    with pytest.raises(ConfigError, match="--max-model-len 100000 must be between 2 and the model's 512"):
         check(max_model_len=100000)
     check("own:Worker", max_model_len=100000, tensor_parallel_size=9)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from drumline.engine.protocol import EngineRequest
@@ -120,12 +122,64 @@ def test_end_of_sequence_and_stop_tokens(depth: int):
     assert (rig.ended["stop"].finish_reason, rig.ended["stop"].stop_reason) == ("stop", tokens[3])
 
 
+@pytest.mark.parametrize(("depth", "micro_batches"), [(1, 1), (2, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_ends_where_bad_words_leave_no_token(depth: int, micro_batches: int, at: int):
+    """Also while others take its blocks, and never with a token too many."""
+    rig = Rig(num_blocks=8, max_model_len=29, depth=depth, micro_batches=micro_batches, caching=False)
+    others = [request(str(number), [number, number + 1, number + 2], 20) for number in range(4)]
+    free = request("free", [1, 2, 3], 20)
+    tokens, _ = expected(free, 29)
+    before = tokens[max(at - 2, 0) : at]
+    assert tokens.index(before[-1]) == at - 1, "it would come to its end before"
+    dead = request("dead", [1, 2, 3], 20, allowed_token_ids=[3, 4], bad_words=["x"])
+    dead.bad_words_ids = [[*before, 3], [*before, 4], [9, 9, 9, 3]]
+    rig.run(others[0], dead, *others[1:])
+    check_all(rig, others)
+    assert rig.got["dead"] == tokens[:at]
+    assert (rig.ended["dead"].finish_reason, rig.ended["dead"].stop_reason) == ("stop", "bad_words")
+
+
+def test_what_can_have_no_first_token_is_refused():
+    rig = Rig()
+    for params in (
+        {"allowed_token_ids": [5, 6], "min_tokens": 1, "stop_token_ids": [5, 6, 7]},
+        {"min_tokens": 2, "stop_token_ids": list(range(10))},
+        {"allowed_token_ids": [11, 12]},
+    ):
+        with pytest.raises(RequestError):
+            rig.scheduler.add(request("a", [1, 2], eos=(10,), **params))
+    lone = request("a", [1, 2], allowed_token_ids=[5], bad_words=["x"])
+    lone.bad_words_ids = [[5]]
+    with pytest.raises(RequestError, match="bad_words forbid 5"):
+        rig.scheduler.add(lone)
+    assert not rig.scheduler.has_requests
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_ends_at_max_model_len(depth: int):
     rig, req = Rig(max_model_len=9, num_blocks=2, depth=depth), request("a", [1, 2, 3], 100)
     rig.run(req)
     assert len(rig.got["a"]) == 6
     assert rig.ended["a"].finish_reason == "length"
+
+
+@pytest.mark.parametrize("size", [*itertools.product((1, 2), (1, 3), (1, 2), (1, 2), (1, 2, 3), (True, False))])
+def test_limits_are_refused_or_serve_the_shortest_request(size: tuple[int, int, int, int, int, bool]):
+    num_blocks, block_size, seqs, tokens, length, chunked = size
+    options = dict(
+        zip(("max_num_seqs", "max_num_batched_tokens", "max_model_len"), (seqs, tokens, length), strict=True)
+    )
+    if length == 1 or (not chunked and tokens < length):
+        with pytest.raises(ValueError, match="max_model_len"):
+            Rig(num_blocks=num_blocks, block_size=block_size, chunked=chunked, **options)
+        return
+    rig, requests = (
+        Rig(num_blocks=num_blocks, block_size=block_size, chunked=chunked, **options),
+        [request("a", [1], 1)],
+    )
+    rig.run(*requests)
+    check_all(rig, requests)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -327,7 +327,8 @@ def test_what_cannot_work_starts_nothing(model_path: Path, tmp_path: Path) -> No
     ("options", "kind", "words"),
     [
         ({"tensor_parallel_size": 7}, ValueError, "--tensor-parallel-size 7 is more than the model's 6 query heads"),
-        ({"max_model_len": 100000}, ValueError, "--max-model-len 100000 must be between 1 and the model's 512"),
+        ({"max_model_len": 100000}, ValueError, "--max-model-len 100000 must be between 2 and the model's 512"),
+        ({"max_model_len": 1}, ValueError, "leaves no room for any request"),
         ({"worker_cls": "nope:No"}, ValueError, "--worker-cls nope:No: there is no module 'nope'"),
         ({"worker_extension_cls": "json:No"}, ValueError, "--worker-extension-cls json:No: "),
         ({"distributed_executor_backend": "foo"}, ValueError, "must be one of uni, mp"),
@@ -344,3 +345,12 @@ def test_what_cannot_work_is_refused_before_any_process(
     monkeypatch.setattr("drumline.llm.offline.SyncEngineClient", start)
     with pytest.raises(kind, match=words):
         LLM(model_path, **options)
+
+
+def test_the_smallest_engine_answers(model_path: Path) -> None:
+    least = {"max_model_len": 2, "num_gpu_blocks_override": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1}
+    with LLM(model_path, block_size=1, log_level="warning", **least) as llm:
+        outputs = llm.generate([[5], [6]], SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 1]
+        with pytest.raises(RequestError, match="at least one must be left for the output"):
+            llm.generate([[5, 6]], use_tqdm=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 from drumline.errors import RequestError
 from drumline.llm import LLM, RequestOutput, SamplingParams
+from drumline.plan.sampling import SlotSampling
+from tests.plan.rule import Forbidding, choosable
 
 from .conftest import SMALL, VOCAB
 
@@ -88,6 +91,60 @@ def test_log_probabilities_of_the_whole_vocabulary(llm: LLM) -> None:
         assert row is not None
         assert len(row) == VOCAB
         assert math.fsum(math.exp(entry.logprob) for entry in row.values()) == pytest.approx(1, abs=1e-5)
+
+
+def forbidding(llm: LLM, number: int) -> tuple[SlotSampling, SamplingParams]:
+    """A request that forbids much, as workers see it and as a user asks for it."""
+    rng = random.Random(number)
+    tokenizer = llm.get_tokenizer()
+    letters = {tokenizer.encode(letter, add_special_tokens=False)[0]: letter for letter in "zqx"}
+    sampling = Forbidding(tuple(letters), words=(2, 12)).make(rng)
+    words = ["".join(letters[token] for token in word) for word in sampling.bad_words]
+    assert [tuple(tokenizer.encode(word, add_special_tokens=False)) for word in words] == list(sampling.bad_words)
+    if not sampling.allowed_ids:
+        sampling = SlotSampling(**{**_fields(sampling), "allowed_ids": tuple(letters)})
+    if sampling.min_tokens:
+        sampling = SlotSampling(**{**_fields(sampling), "end_ids": (*sampling.end_ids, 2)})
+    return sampling, SamplingParams(
+        allowed_token_ids=list(sampling.allowed_ids),
+        bad_words=words,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=list(sampling.end_ids),
+        logit_bias={rng.choice(list(letters)): rng.choice((-1e9, -100, 1e9))},
+        max_tokens=6,
+        seed=number,
+        repetition_penalty=rng.choice((1, 1e4)),
+        **rng.choice(({"temperature": 0}, {"temperature": 1}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 1.0})),
+    )
+
+
+def _fields(sampling: SlotSampling) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in sampling.__struct_fields__}
+
+
+def test_no_token_is_made_up(llm: LLM) -> None:
+    """Whatever is forbidden: refused if there is no first token, else each token is one that may be chosen, and an
+    output without a next one ends there."""
+    cases = [forbidding(llm, number) for number in range(300)]
+    hopeless = [params for sampling, params in cases if not choosable(sampling, (), ())]
+    for params in hopeless:
+        with pytest.raises(RequestError, match="left to choose"):
+            llm.generate([[5]], params, use_tqdm=False)
+    cases = [(sampling, params) for sampling, params in cases if choosable(sampling, (), ())]
+    results = llm.generate([[5]] * len(cases), [params for _, params in cases], use_tqdm=False)
+    dead = 0
+    for (sampling, params), result in zip(cases, results, strict=True):
+        (output,) = result.outputs
+        ids = output.token_ids
+        for place, token in enumerate(ids):
+            assert token in choosable(sampling, ids[:place], ()), (params, ids)
+        if output.stop_reason == "bad_words":
+            dead += 1
+            assert output.finish_reason == "stop"
+            assert not choosable(sampling, ids, ())
+        else:
+            assert ids[-1] in sampling.end_ids or len(ids) == 6
+    assert min(dead, len(hopeless), len(results) - dead) > 30
 
 
 @pytest.mark.parametrize(

@@ -96,9 +96,11 @@ def test_dtype_and_length() -> None:
         resolve_dtype("int8", spec, "cpu")
     assert resolve_max_model_len(None, spec) == 8192
     assert resolve_max_model_len(100, spec) == 100
-    for length in (0, 8193):
+    for length in (0, 1, 8193):
         with pytest.raises(ConfigError, match="--max-model-len"):
             resolve_max_model_len(length, spec)
+    with pytest.raises(ConfigError, match="sequences of 1 tokens"):
+        resolve_max_model_len(None, spec_from_config(SMOLLM | {"max_position_embeddings": 1}))
 
 
 def test_missing_keys_mean_what_transformers_takes_for_them() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import httpx
 import openai as api
 import pytest
 from openai import AsyncOpenAI
@@ -174,6 +177,53 @@ async def test_an_answer_that_was_begun_is_continued(
         await openai.chat.completions.create(
             model="tiny", messages=MESSAGES, extra_body={"continue_final_message": True}
         )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompted", [None, True, False])
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+async def test_a_chat_echoes_what_its_speaker_said_last(
+    server: Served, web: httpx.AsyncClient, folder: Path, role: str, prompted: bool | None, stream: bool
+) -> None:
+    """The last message, if its role is the answer's: vLLM's rule."""
+    say(server, folder, " the dog")
+    speaker = role if prompted is False else "assistant"
+    contents: list[tuple[Any, str]] = [
+        ("I am", "I am"),
+        ("", ""),
+        ([{"type": "text", "text": "I"}, {"type": "text", "text": "am"}], "I\nam"),
+    ]
+    for content, said in contents:
+        for go_on in (False, True):
+            if go_on and (prompted is not False or not said):
+                continue
+            for echo in (False, True):
+                body = {
+                    "messages": [*MESSAGES, {"role": role, "content": content}],
+                    "add_generation_prompt": prompted,
+                    "continue_final_message": go_on,
+                    "echo": echo,
+                    "n": 2,
+                    "temperature": 1,
+                    "stream": stream,
+                }
+                answer = await web.post("/v1/chat/completions", json=body)
+                assert answer.status_code == 200, answer.text
+                found = _messages(answer.text) if stream else [c["message"] for c in answer.json()["choices"]]
+                expected = (said if echo and role == speaker else "") + " the dog"
+                assert [(m["role"], m["content"]) for m in found] == [(speaker, expected)] * 2
+
+
+def _messages(events: str) -> list[dict[str, str]]:
+    """Messages of a stream, put together."""
+    found: dict[int, dict[str, str]] = {}
+    for line in events.splitlines():
+        for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+            message = found.setdefault(choice["index"], {"content": ""})
+            assert ("role" in choice["delta"]) == ("role" not in message)
+            message["content"] += choice["delta"].pop("content", "")
+            message |= choice["delta"]
+    return [found[index] for index in sorted(found)]
 
 
 async def test_several_choices_and_prompts(server: Served, openai: AsyncOpenAI, folder: Path) -> None:

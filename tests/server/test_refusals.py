@@ -34,7 +34,12 @@ def refused(folder: Path, *flags: str) -> str:
     ("flags", "words"),
     [
         (["-tp", "10"], "--tensor-parallel-size 10 is more than the model's 9 query heads"),
-        (["--max-model-len", "100000"], "--max-model-len 100000 must be between 1 and the model's 4096"),
+        (["--max-model-len", "100000"], "--max-model-len 100000 must be between 2 and the model's 4096"),
+        (["--max-model-len", "1"], "max_model_len (--max-model-len) 1 leaves no room for any request"),
+        (
+            ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "1"],
+            "1 must be at least 2 without chunked prefill",
+        ),
         (["--worker-cls", "nope:No"], "--worker-cls nope:No: there is no module 'nope'"),
         (["--distributed-executor-backend", "foo"], "must be one of uni, mp"),
         (["--distributed-executor-backend", "json.JSONDecoder"], "must be a subclass of Executor"),
@@ -44,6 +49,13 @@ def test_configurations(tmp_path: Path, flags: list[str], words: str) -> None:
     sentence = refused(tiny_folder(tmp_path), "--load-format", "dummy", *flags)
     assert sentence.startswith("drumline serve: error: ")
     assert words in sentence
+
+
+def test_a_model_that_takes_no_request(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1}))
+    assert "the model takes sequences of 1 tokens" in refused(folder, "--load-format", "dummy")
 
 
 def test_weights(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -56,9 +57,10 @@ def test_forms_of_a_prompt(builder: RequestBuilder, byte_level: Tokenizer, promp
         (3, "list of integers"),
         ([1, "a"], "list of integers"),
         ([1, True], "list of integers"),
-        ([1, 2.5], "list of integers"),
-        ([1, -1], "Token id -1 is outside"),
-        ([1, 100000], r"Token id 100000 is outside of the model's vocabulary \(0 to 427\)"),
+        ([1, 2.5], r"list of integers, but \[1\] is 2\.5"),
+        ([10**5000], "token id an integer of 16610 bits is outside"),
+        ([1, -1], "token id -1 is outside"),
+        ([1, 100000], r"token id 100000 is outside of the model's vocabulary \(0 to 427\)"),
         ([1] * 64, "has 64 tokens; this model takes at most 64 tokens"),
         ("fox " * 100, "has .* tokens; this model takes at most 64 tokens"),
         ("x" * 100_000, "100000 characters"),
@@ -127,9 +129,13 @@ def test_bad_words_with_and_without_a_space(builder: RequestBuilder, byte_level:
     assert len(ids("zq")) != len(ids(" zq"))
     assert found("zq") == [ids("zq")]
     assert found() == []
-    with pytest.raises(RequestError, match="' ' is no token at all") as caught:
-        found(" ")
-    assert caught.value.param == "bad_words"
+    for blank in (" ", "   ", "\n \t", "\u3000"):
+        with pytest.raises(
+            RequestError, match=re.escape(f"bad_words has {blank!r} in it, which gives no tokens")
+        ) as caught:
+            found("fox", blank)
+        assert "Leave it out" in str(caught.value)
+        assert caught.value.param == "bad_words"
     with pytest.raises(RequestError, match="at most 128"):
         found(*(f"fox{i}" for i in range(128)))
     with pytest.raises(RequestError, match="at most 128 texts of 262144 characters"):
@@ -170,6 +176,25 @@ def test_seeds_of_requests_without_one(byte_level: Tokenizer) -> None:
     assert len(set(seeds(0))) == 3
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("bits", [31, 63, 64, 20_000])
+@pytest.mark.parametrize(
+    "name", ["n", "top_k", "seed", "max_tokens", "min_tokens", "best_of", "logprobs", "temperature"]
+)
+def test_numbers_of_any_size_are_refused_or_travel(builder: RequestBuilder, name: str, bits: int, strict: bool) -> None:
+    try:
+        params = SamplingParams(**{"max_tokens": None, name: 1 << bits})
+        children = builder.prepare("r", [1], params, strict_max_tokens=strict).children
+    except RequestError as error:
+        children = []
+        param, length = error.param, len(str(error))
+    if children:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(children), type=list[EngineRequest]) == children
+    else:
+        assert param == name
+        assert length < 300
+
+
 def test_end_of_sequence(builder: RequestBuilder) -> None:
     assert builder.prepare("r", [1]).children[0].eos_token_ids == [2]
     assert builder.prepare("r", [1], SamplingParams(ignore_eos=True)).children[0].eos_token_ids == [2]
@@ -187,7 +212,7 @@ def test_parameters_that_the_engine_cannot_meet(builder: RequestBuilder) -> None
     with pytest.raises(RequestError, match="logprobs must be at most 20"):
         builder.prepare("r", [1], SamplingParams(logprobs=21))
     for name, value in (("stop_token_ids", [500]), ("allowed_token_ids", [1, 500]), ("logit_bias", {500: 1.0})):
-        with pytest.raises(RequestError, match=f"{name}: 500 is outside") as caught:
+        with pytest.raises(RequestError, match=f"^{name}: 500 is outside .* Leave it out") as caught:
             builder.prepare("r", [1], SamplingParams(**{name: value}))
         assert caught.value.param == name
     bare = RequestBuilder(None, max_model_len=64, vocab_size=500, eos_token_ids=[2, 600])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from drumline.errors import RequestError
+from drumline.errors import RequestError, shown
+from drumline.plan import sampling
 from drumline.plan.sampling import SamplingParams
 
 
@@ -28,7 +32,8 @@ from drumline.plan.sampling import SamplingParams
         ("min_p", [-0.1, 1.1, float("nan"), "0.1", None]),
         ("logprobs", [-2, 1.5, "1", False]),
         ("prompt_logprobs", [-2, 1.5, "1", False]),
-        ("logit_bias", [[1], {"a": 1.0}, {-1: 1.0}, {1: "x"}, {1: float("nan")}, {True: 1.0}, {"9" * 11: 1.0}]),
+        ("logit_bias", [[1], {"a": 1.0}, {-1: 1.0}, {"-1": 1}, {1.0: 1}, {None: 1}, {"9" * 11: 1.0}, {True: 1.0}]),
+        ("logit_bias", [{1: "x"}, {1: float("nan")}, {1: None}, {1: True}, {1: 1e10}, {1: 10**400}, {7: 1, 8: [1]}]),
         ("bad_words", ["word", [""], [1], {"a": 1}, ["a", None]]),
         ("allowed_token_ids", [[], [-1], ["1"], 5, "12", [2**31]]),
         ("stop", ["", ["a", ""], [1], 5, {"a": 1}]),
@@ -40,12 +45,53 @@ from drumline.plan.sampling import SamplingParams
     ],
 )
 def test_values_that_cannot_work(name: str, values: list[Any]) -> None:
+    """The message names the field, and what of the value is wrong."""
     for value in values:
         with pytest.raises(RequestError) as caught:
             SamplingParams(**{name: value})
+        message = str(caught.value)
         assert caught.value.param == name
-        assert str(caught.value).startswith(name)
+        assert message.startswith(name)
         assert isinstance(caught.value, ValueError)
+        assert len(message) < 250
+        assert value in ([], [""], ["a", ""]) or any(shown(part) in message for part in parts(value)), message
+
+
+def parts(value: Any) -> list[Any]:
+    """The value, and what is in it."""
+    inside = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [value, *inside]
+
+
+LARGE = [
+    10**5000,
+    -(10**5000),
+    "x" * 10**6,
+    ["x"] * 10**6,
+    [[[[[1]]]]] * 10**5,
+    dict.fromkeys(range(10**5), "x"),
+    b"x" * 10**6,
+]
+
+
+@pytest.mark.parametrize("name", SamplingParams.__struct_fields__)
+def test_large_values_make_short_messages(name: str) -> None:
+    """And no long waits; some fields take some of these."""
+    for value in LARGE:
+        began = time.process_time()
+        error = error_of(**{name: value})
+        assert time.process_time() - began < 1
+        if error is not None:
+            assert error.param == name
+            assert len(str(error)) < 400
+
+
+def error_of(**given: Any) -> RequestError | None:
+    try:
+        SamplingParams(**given)
+    except RequestError as error:
+        return error
+    return None
 
 
 @pytest.mark.parametrize(
@@ -90,11 +136,35 @@ def test_greedy() -> None:
     params = SamplingParams(temperature=0, top_p=0.5, top_k=7, min_p=0.5, presence_penalty=0.5)
     assert params.greedy
     assert (params.top_p, params.top_k, params.min_p, params.presence_penalty) == (1.0, 0, 0.0, 0.5)
-    assert SamplingParams(temperature=1e-9).temperature == 0.01
     with pytest.raises(RequestError, match="n must be 1 with temperature 0"):
         SamplingParams(temperature=0, n=2)
     with pytest.raises(RequestError, match="best_of must be 1 with temperature 0"):
         SamplingParams(temperature=0, best_of=2)
+
+
+@given(st.floats(min_value=0, max_value=2, allow_subnormal=True))
+@example(1e-40)
+@example(5e-324)
+@example(0.01)
+@example(-0.0)
+def test_temperatures(asked: float) -> None:
+    """0 is greedy; however small another one is, it is not, and the least is 0.01 (vLLM's rule)."""
+    params = SamplingParams(temperature=asked, top_p=0.5)
+    assert params.greedy == (asked == 0)
+    assert params.temperature == (0.0 if asked == 0 else max(asked, 0.01))
+    assert params.top_p == (1.0 if asked == 0 else 0.5)
+    assert params.clone() == params
+
+
+def test_a_temperature_that_is_raised_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    sampling._say_raised.cache_clear()
+    for temperature in (0, 0.01, 1.0):
+        SamplingParams(temperature=temperature)
+    assert not caplog.records
+    for temperature in (1e-40, 1e-40, 0.005):
+        SamplingParams(temperature=temperature)
+    (record,) = caplog.records
+    assert record.getMessage() == "a request has a temperature between 0 and 0.01: such are raised to 0.01"
 
 
 def test_best_of() -> None:

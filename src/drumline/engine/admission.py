@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from drumline.config import POLICIES
+from drumline.config import LEAST_MODEL_LEN, POLICIES
 from drumline.engine.blocks import BlockPool, HashChain
 from drumline.engine.protocol import EngineRequest
 from drumline.engine.queue import Request
 from drumline.errors import RequestError
+from drumline.plan.choices import DeadEnds, check_choice
 from drumline.plan.sampling import SlotSampling
 
 MAX_SCORED = 256
@@ -51,6 +52,8 @@ class Limits:
         """Raise ValueError if no request, or not one of max_model_len, could ever be served."""
         if min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.num_micro_batches) < 1:
             raise ValueError(f"every limit must be at least 1: {self}")
+        if self.max_model_len < LEAST_MODEL_LEN:
+            raise ValueError(f"max_model_len must be at least {LEAST_MODEL_LEN}, a token of prompt and output: {self}")
         if self.policy not in POLICIES:
             raise ValueError(f"the policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
@@ -87,6 +90,15 @@ def make_request(
     if sampling.max_tokens is not None:
         max_length = min(max_length, len(prompt) + sampling.max_tokens)
     slot_sampling = _slot_sampling(request, limits.vocab_size)
+    if sampling.allowed_token_ids and not slot_sampling.allowed_ids:  # none at all would mean all
+        raise RequestError("allowed_token_ids: none of them is in the vocabulary", param="allowed_token_ids")
+    check_choice(
+        slot_sampling.allowed_ids,
+        [word[0] for word in slot_sampling.bad_words if len(word) == 1],
+        slot_sampling.end_ids,
+        slot_sampling.min_tokens,
+        limits.vocab_size,
+    )
     most = MAX_SCORED_VALUES // score_cost(slot_sampling)
     if sampling.prompt_logprobs is not None and not limits.enable_chunked_prefill and len(prompt) - 1 > most:
         raise RequestError(
@@ -117,6 +129,7 @@ def make_request(
         end_tokens=frozenset(() if sampling.ignore_eos else request.eos_token_ids),
         stop_tokens=frozenset(sampling.stop_token_ids or ()),
         prompt_logprobs=None if sampling.prompt_logprobs is None else [],
+        dead_ends=DeadEnds.of(slot_sampling, limits.vocab_size),
         chain=HashChain(pool.block_size, model=identity, salt=request.cache_salt),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from drumline.config import CacheConfig, SchedulerConfig
+from drumline.config import LEAST_MODEL_LEN, CacheConfig, SchedulerConfig
 from drumline.errors import ConfigError
 from drumline.plan.kv import KVConfig, KVSpec
 
@@ -82,7 +82,7 @@ def fit_max_model_len(
         capacity: of the pool, which must hold one request of that length alone. (Its last token is never computed.)
         scheduler: with chunked prefill off, a whole prompt must fit into one step.
 
-    Raises ConfigError if ``asked`` does not fit.
+    Raises ConfigError if ``asked`` does not fit, or no request at all.
 
     """
     limit, reason = model_max, ""
@@ -92,6 +92,8 @@ def fit_max_model_len(
     if not scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens < limit:
         limit = scheduler.max_num_batched_tokens
         reason = f"without chunked prefill a prompt must fit into --max-num-batched-tokens {limit}"
+    if limit < LEAST_MODEL_LEN:
+        raise ConfigError(f"no request can be served, as it has {LEAST_MODEL_LEN} tokens at least: {reason}")
     if asked is None:
         return limit, reason
     if asked > limit and reason:

@@ -55,6 +55,10 @@ class UtilityCall(msgspec.Struct, tag="call", kw_only=True):
     args: list[Any] = []
 
 
+NO_TOKEN_LEFT = "bad_words"
+"""``stop_reason`` of an output that ended because bad words left no token to choose."""
+
+
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """New tokens of one request."""
 
@@ -69,7 +73,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str | None = None
     """``stop``, ``length``, ``abort``, ``error``, or None while it goes on."""
     stop_reason: int | str | None = None
-    """Token id that stopped it, if it was not the end-of-sequence token."""
+    """Token id that stopped it, if it was not the end-of-sequence token; ``NO_TOKEN_LEFT``."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     queued_s: float = 0.0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from drumline.engine.blocks import HashChain
+from drumline.plan.choices import DeadEnds
 from drumline.plan.sampling import SlotSampling
 from drumline.plan.step import BY_VALUE, TokenLogprobs
 
@@ -36,6 +37,8 @@ class Request:
     rank: Rank
     prompt_logprobs: list[TokenLogprobs] | None
     """Those of the prompt's tokens 1, 2, ... that are known; None if they were not asked for."""
+    dead_ends: DeadEnds | None = None
+    """Where its constraints leave no token, it ends; None: nowhere."""
     scoring: bool = False
     """The workers were told to compute them when it was let in."""
     sampling_bytes: int = 64

@@ -51,7 +51,9 @@ and ``pending`` (tokens that issued plans will sample). The input of its next ro
 samples it. What that costs: a request that ends by a stop token is seen one plan late, and what that plan sampled for
 it is discarded; its slot and blocks are given away in a later plan, and all ranks run plans in order, so nobody reads
 what it wrote. What cannot go wrong: ``known + pending`` bounds everything, so no plan goes past max_tokens or
-max_model_len. A preempted request takes the tokens that are still to come, and is let in again only after them.
+max_model_len. A preempted request takes the tokens that are still to come, and is let in again only after them. A
+request whose bans leave no token to choose (``plan.choices``) is seen to be at its end just as late, so what workers
+give for a row without a token is always discarded.
 
 **Micro-batches.** With several pipeline stages the first one needs a sampled token that the last one has not made yet.
 A row whose input token is still pending may therefore be in plan n only if plan n - num_micro_batches, or an earlier
@@ -87,7 +89,7 @@ from drumline.engine.admission import (
     score_cost,
 )
 from drumline.engine.blocks import BlockPool
-from drumline.engine.protocol import EngineRequest, EngineStats, RequestOutput
+from drumline.engine.protocol import NO_TOKEN_LEFT, EngineRequest, EngineStats, RequestOutput
 from drumline.engine.queue import Request, WaitingQueue
 from drumline.errors import RequestError
 from drumline.plan.step import BY_VALUE, PromptLogprobs, SlotStart, StepOutput, StepPlan, TokenLogprobs, ints, pack
@@ -606,6 +608,8 @@ class Scheduler:
             output.finish_reason, output.stop_reason = "stop", token
         elif len(tokens) >= request.max_length:
             output.finish_reason = "length"
+        elif request.dead_ends is not None and request.dead_ends.at(tokens, request.num_prompt):
+            output.finish_reason, output.stop_reason = "stop", NO_TOKEN_LEFT
         if len(tokens) >= request.next_register and request.slot >= 0:
             self._register(request)
         if output.finish_reason is not None:

@@ -10,7 +10,7 @@ In this order, which is vLLM's (``model.sampling`` has the rest of it):
 6. ``frequency_penalty``: taken off once for each time that the token is in the output.
 7. ``presence_penalty``: taken off if the token is in the output.
 
-A row whose tokens are all -inf gives the lowest id.
+A row whose tokens are all -inf gives the lowest id; the engine sees to it that nobody gets that (``plan.choices``).
 
 Everything is about this rank's slice of the vocabulary, so nothing is communicated and any TP size gives the same.
 Bans and biases are few tokens: they are packed index tensors for the whole batch, made again only when the batch

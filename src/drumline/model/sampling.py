@@ -2,7 +2,8 @@
 
 What happens to one row, in this order (vLLM's):
 
-1. Bans, biases and penalties: ``model.adjust`` has their order. A row whose tokens are all banned gives the lowest id.
+1. Bans, biases and penalties: ``model.adjust`` has their order. A row whose tokens are all banned gives the lowest id,
+   which nobody gets to see: such requests are refused, or end before it (``plan.choices``).
 2. Greedy (temperature 0): the largest logit, equals: the lowest id. Nothing below applies.
 3. temperature: logits are divided by it.
 4. min-p: tokens less likely than this share of the most likely one's probability are dropped.

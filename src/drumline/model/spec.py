@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.config import DTYPE_ALIASES
+from drumline.config import DTYPE_ALIASES, LEAST_MODEL_LEN
 from drumline.errors import ConfigError, UnsupportedModelError
 from drumline.model.architectures import ARCHITECTURES, Architecture, layer_windows, why_refused
 from drumline.parallel.shards import HeadShard, attention_shards
@@ -189,11 +189,18 @@ def resolve_dtype(asked: str, spec: ModelSpec, device_type: str) -> str:
 
 
 def resolve_max_model_len(asked: int | None, spec: ModelSpec) -> int:
-    """Longest sequence in tokens. ConfigError if more is asked for than the model was made for."""
+    """Longest sequence in tokens. ConfigError if more is asked for than the model was made for, or no request fits."""
+    if spec.max_positions < LEAST_MODEL_LEN:
+        raise ConfigError(
+            f"the model takes sequences of {spec.max_positions} tokens (max_position_embeddings); a request has "
+            f"{LEAST_MODEL_LEN} at least, one of its prompt and one of its output"
+        )
     if asked is None:
         return spec.max_positions
-    if not 1 <= asked <= spec.max_positions:
-        raise ConfigError(f"--max-model-len {asked} must be between 1 and the model's {spec.max_positions}")
+    if not LEAST_MODEL_LEN <= asked <= spec.max_positions:
+        raise ConfigError(
+            f"--max-model-len {asked} must be between {LEAST_MODEL_LEN} and the model's {spec.max_positions}"
+        )
     return asked
 
 

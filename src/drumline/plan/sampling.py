@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import enum
+import functools
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from drumline.errors import RequestError
+from drumline.errors import RequestError, shown
+
+log = logging.getLogger(__name__)
 
 MIN_TEMPERATURE = 0.01
-"""Temperatures between 0 and this one are raised to it, as in vLLM: below it logits overflow or become nan."""
+"""Temperatures between 0 and this one, however small, are raised to it, as in vLLM: below it logits overflow or become
+nan. The first time in a process is logged."""
 
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, MAX_BIAS = 1e-4, 1e4, 1e9
 """Beyond these, logits in float32 (let alone float16) overflow, or turn into nan together."""
@@ -47,7 +52,7 @@ class _Positional(msgspec.Struct, omit_defaults=True):
     repetition_penalty: float = 1.0
     """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the output; in [1e-4, 1e4]."""
     temperature: float = 1.0
-    """0: greedy. At most 2."""
+    """0: greedy. At most 2; what is between 0 and 0.01 (``MIN_TEMPERATURE``) is raised to that."""
 
 
 class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
@@ -85,11 +90,12 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but the first. Such a request reads no cached prefix."""
     logit_bias: dict[int, float] | None = None
-    """Token id: what is added to its logit."""
+    """Token id: what is added to its logit. However low, it forbids nothing: an only token is chosen all the same."""
     bad_words: list[str] | None = None
-    """Texts that must not be generated: the last token of each is not chosen where it would complete it."""
+    """Texts that must not be generated: the last token of each is not chosen where it would complete it. An output for
+    which they leave no token ends there, with finish_reason ``stop`` and stop_reason ``bad_words``."""
     allowed_token_ids: list[int] | None = None
-    """Choose only among these."""
+    """Choose only among these. One of them must be left at the beginning by ``bad_words`` and ``min_tokens``."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True
@@ -130,9 +136,9 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
         self._check_stops()
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
-                raise _bad(name, f"must be true or false, got {getattr(self, name)!r}")
+                raise _bad(name, f"must be true or false, got {shown(getattr(self, name))}")
         if not isinstance(self.output_kind, RequestOutputKind):
-            raise _bad("output_kind", f"must be a RequestOutputKind, got {self.output_kind!r}")
+            raise _bad("output_kind", f"must be a RequestOutputKind, got {shown(self.output_kind)}")
         self._check_later()
 
     def _check_counts(self) -> None:
@@ -145,7 +151,9 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, least=1)
             if self.min_tokens > self.max_tokens:
-                raise _bad("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+                raise _bad(
+                    "min_tokens", f"must be at most max_tokens ({shown(self.max_tokens)}), got {shown(self.min_tokens)}"
+                )
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is True:
                 setattr(self, name, 1)
@@ -178,9 +186,12 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
         if not 0.0 <= _number("min_p", self.min_p) <= 1.0:
             raise _bad("min_p", f"must be in [0, 1], got {self.min_p}")
         self.min_p = float(self.min_p)
-        self.temperature = max(temperature, MIN_TEMPERATURE) if temperature > 0 else 0.0
+        if 0.0 < temperature < MIN_TEMPERATURE:
+            _say_raised()
+            temperature = MIN_TEMPERATURE
+        self.temperature = abs(temperature)  # -0.0 is 0
         self.top_p = float(self.top_p)
-        self.top_k = max(self.top_k, 0)
+        self.top_k = min(max(self.top_k, 0), 2**31 - 1)
         if self.greedy:
             for name in ("n", "best_of"):
                 if (getattr(self, name) or 1) > 1:
@@ -195,23 +206,11 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
             self.allowed_token_ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise _bad("allowed_token_ids", "cannot be empty: no token could be chosen")
-        words = self.bad_words
-        if words is not None and not (isinstance(words, list | tuple) and all(isinstance(w, str) for w in words)):
-            raise _bad("bad_words", f"must be a list of texts, got {words!r}")
-        self.bad_words = list(dict.fromkeys(words or ()))
-        if not all(self.bad_words):
-            raise _bad("bad_words", "cannot have an empty text in it")
+        self.bad_words = list(dict.fromkeys(_texts("bad_words", self.bad_words, "must be a list of texts")))
 
     def _check_stops(self) -> None:
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
-        elif self.stop is not None and not isinstance(self.stop, list | tuple):
-            raise _bad("stop", f"must be a text or a list of texts, got {self.stop!r}")
-        self.stop = list(self.stop or ())
-        if not all(isinstance(text, str) for text in self.stop):
-            raise _bad("stop", f"must be a text or a list of texts, got {self.stop!r}")
-        if not all(self.stop):
-            raise _bad("stop", "cannot have an empty text in it")
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        self.stop = _texts("stop", stop, "must be a text or a list of texts")
         if self.stop and not self.detokenize:
             raise _bad("stop", "needs detokenize=True, since stop texts are looked for in the text")
         self.stop_token_ids = [] if self.stop_token_ids is None else _token_ids("stop_token_ids", self.stop_token_ids)
@@ -221,7 +220,7 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
             value = getattr(self, name)
             default = _DEFAULTS[name]
             if value != default and not (default is None and value in ([], {})):
-                raise _bad(name, f"is not supported yet (got {value!r}); leave it at {default!r}")
+                raise _bad(name, f"is not supported yet (got {shown(value)}); leave it at {default!r}")
 
 
 _LATER = (
@@ -235,44 +234,70 @@ _LATER = (
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 
 
-def _bad(name: str, problem: str) -> RequestError:
-    return RequestError(f"{name} {problem}.", param=name)
+@functools.cache
+def _say_raised() -> None:
+    """Once in a process: each request may ask for it."""
+    log.warning("a request has a temperature between 0 and %g: such are raised to %g", *(MIN_TEMPERATURE,) * 2)
+
+
+def _bad(name: str, problem: str, param: str | None = None) -> RequestError:
+    return RequestError(f"{name} {problem}.", param=param or name)
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _texts(name: str, texts: Any, kind: str) -> list[str]:
+    """A list of texts that are not empty."""
+    if texts is not None and not isinstance(texts, list | tuple):
+        raise _bad(name, f"{kind}, got {shown(texts)}")
+    for place, text in enumerate(texts or ()):
+        if not isinstance(text, str):
+            raise _bad(f"{name}[{place}]", f"must be a text, got {shown(text)}", name)
+        if not text:
+            raise _bad(f"{name}[{place}]", "is an empty text, '': leave it out", name)
+    return list(texts or ())
 
 
 def _token_ids(name: str, ids: Any) -> list[int]:
     """Without repetitions; whether they are in the vocabulary is checked where that is known."""
     if not isinstance(ids, list | tuple):
-        raise _bad(name, f"must be a list of integers, got {ids!r}")
-    for token in ids:
-        _integer(name, token, least=0, most=2**31 - 1)
+        raise _bad(name, f"must be a list of integers, got {shown(ids)}")
+    for place, token in enumerate(ids):
+        if not _is_token(token):
+            raise _bad(f"{name}[{place}]", f"must be a token id, a whole number from 0 on, got {shown(token)}", name)
     return list(dict.fromkeys(ids))
 
 
 def _biases(biases: Any) -> dict[int, float]:
     """Keys may be texts, as JSON has no others."""
     if not isinstance(biases, Mapping):
-        raise _bad("logit_bias", f"must map token ids to numbers, got {biases!r}")
+        raise _bad("logit_bias", f"must map token ids to numbers, got {shown(biases)}")
     found = {}
     for key, value in biases.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key
-        _integer("logit_bias", token, least=0, most=2**31 - 1)
-        number = _number("logit_bias", value)
+        if not _is_token(token):
+            problem = f"has the key {shown(key)}, which is no token id: keys must be whole numbers from 0 on"
+            raise _bad("logit_bias", problem)
+        number = _number(f"logit_bias[{token}]", value, "logit_bias")
         if abs(number) > MAX_BIAS:
-            raise _bad("logit_bias", f"must be between -{MAX_BIAS:g} and {MAX_BIAS:g}, got {value}")
+            bounds = f"between -{MAX_BIAS:g} and {MAX_BIAS:g}"
+            raise _bad(f"logit_bias[{token}]", f"must be {bounds}, got {shown(value)}", "logit_bias")
         found[token] = number
     return found
 
 
 def _integer(name: str, value: Any, *, least: int, most: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise _bad(name, f"must be an integer, got {value!r}")
+        raise _bad(name, f"must be an integer, got {shown(value)}")
     if value < least:
-        raise _bad(name, f"must be at least {least}, got {value}")
+        raise _bad(name, f"must be at least {least}, got {shown(value)}")
     if most is not None and value > most:
-        raise _bad(name, f"must be at most {most}, got {value}")
+        raise _bad(name, f"must be at most {most}, got {shown(value)}")
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any, param: str | None = None) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -280,7 +305,7 @@ def _number(name: str, value: Any) -> float:
             number = math.inf
         if math.isfinite(number):
             return number
-    raise _bad(name, f"must be a finite number, got {value!r}")
+    raise _bad(name, f"must be a finite number, got {shown(value)}", param)
 
 
 class SlotSampling(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -72,6 +72,8 @@ class Shape:
     """Outputs of each prompt."""
     echo: Sequence[str] = ()
     """For each prompt: what to put in front of its outputs."""
+    role: str = "assistant"
+    """Who speaks in a chat's answer."""
     token_ids: bool = False
     """Report token ids."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -100,7 +102,7 @@ class ChatWriter:
 
     def first(self, index: int) -> ChatChunk:
         """OpenAI's first chunk: the role and no text yet, or that which the answer continues."""
-        delta = ChatDelta(role="assistant", content=self._shape.prefix(index))
+        delta = ChatDelta(role=self._shape.role, content=self._shape.prefix(index))
         chunk = self._chunk([ChatChunkChoice(index=index, delta=delta)])
         if not self._begun:
             self._begun = True
@@ -148,7 +150,7 @@ class ChatWriter:
         choices = [
             ChatChoice(
                 index=index,
-                message=ChatMessage(content=shape.prefix(index) + result.text),
+                message=ChatMessage(role=shape.role, content=shape.prefix(index) + result.text),
                 logprobs=self._logprobs(result),
                 finish_reason=result.finish_reason,
                 stop_reason=result.stop_reason,

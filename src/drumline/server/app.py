@@ -250,6 +250,7 @@ async def _generate(
         prompts=[one.prompt_token_ids for one in prepared.requests],
         n=prepared.requests[0].params.n,
         echo=prepared.echo,
+        role=prepared.role,
         token_ids=bool(body.return_token_ids),
     )
     return await _answer(service, request, body, generation, writer(shape))

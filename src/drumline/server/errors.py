@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from drumline.errors import DrumlineError, FailedError, RequestError
+from drumline.errors import DrumlineError, FailedError, RequestError, shown
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
@@ -98,6 +98,25 @@ _ESCAPES = re.compile(
 """An escape in JSON; with a group if it is half of a surrogate pair."""
 
 
+_STEPS = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
+"""A name or a place in msgspec's path."""
+MAX_LOOKED_INTO = 1 << 16
+"""Bytes of a body that is read once more to tell what is wrong in it."""
+
+
+def _value_at(path: str | None, body: bytes) -> str:
+    """``: `` and the value that msgspec names by its path; nothing where there is none."""
+    if path is None or "[...]" in path or len(body) > MAX_LOOKED_INTO:
+        return ""
+    try:
+        value = msgspec.json.decode(body)
+        for step in _STEPS.finditer(path):
+            value = value[step[1] or int(step[2])]
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, LookupError, TypeError):
+        return ""
+    return f": {shown(value)}"
+
+
 def decode_error(error: Exception, body: bytes = b"") -> ApiError:
     """400 for a body that msgspec could not take."""
     if isinstance(error, msgspec.ValidationError):
@@ -108,7 +127,7 @@ def decode_error(error: Exception, body: bytes = b"") -> ApiError:
         if param is None and message.startswith("Object missing required field `"):
             param = message.split("`")[1]
         where = f"{param}: " if param else "body: "
-        return bad_request(where + message, param)
+        return bad_request(where + message + _value_at(param, body), param)
     if isinstance(error, RecursionError):
         return bad_request("The body is not acceptable JSON: it is nested too deeply.", code="invalid_json")
     # msgspec calls such a text truncated or malformed.

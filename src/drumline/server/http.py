@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from drumline.errors import shown
 from drumline.server.errors import ApiError, as_api_error, bad_request, decode_error, internal
 from drumline.server.service import Service
 
@@ -280,8 +281,8 @@ def whole_number(value: float | int | None, param: str, least: int, most: int) -
         return None
     if isinstance(value, float):
         if not value.is_integer():
-            raise bad_request(f"{param} must be a whole number, not {value}.", param)
+            raise bad_request(f"{param} must be a whole number, not {shown(value)}.", param)
         value = int(value)
     if not least <= value <= most:
-        raise bad_request(f"{param} must be between {least} and {most}, not {value}.", param)
+        raise bad_request(f"{param} must be between {least} and {most}, not {shown(value)}.", param)
     return value

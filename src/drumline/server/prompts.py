@@ -14,7 +14,7 @@ import msgspec
 
 from drumline.config import EngineConfig
 from drumline.engine.protocol import EngineInfo
-from drumline.errors import RequestError
+from drumline.errors import RequestError, shown
 from drumline.plan.sampling import SamplingParams
 from drumline.server.errors import ApiError, bad_request
 from drumline.server.http import whole_number
@@ -28,6 +28,7 @@ from drumline.server.schema import (
     Tokenized,
     TokenizeRequest,
 )
+from drumline.text.chat import normalize_messages
 from drumline.text.requests import TOO_LONG, PreparedRequest, RequestBuilder
 from drumline.text.tokenizer import Tokenizer, read_eos_token_ids, read_sampling_defaults
 
@@ -38,13 +39,13 @@ MAX_N = 128
 MAX_CHOICES = 4096
 """Most outputs of one request."""
 MAX_STOPS = 64
+"""Most stop strings: each one reads every character."""
 MAX_STOP_CHARS = 65_536
 """Of all stop texts of a request together: each is prepared for looking it up in a stream, while all streams wait."""
 MAX_PROMPT_LOGPROBS = 500_000
 """Log-probabilities of prompt tokens in one answer, some 36 MB of JSON."""
 MAX_DETOKENIZED = 1_000_000
 """Ids that can be turned into text at once."""
-"""Most stop strings: each one reads every character."""
 LARGE_BODY_BYTES = 32768
 """Bodies above this are tokenised in a thread, so that the streams of others go on meanwhile."""
 INT32, INT64 = 2**31 - 1, 2**63 - 1
@@ -82,6 +83,8 @@ class Prepared:
     """How many of the likeliest tokens to report; None: no log-probabilities."""
     echo: list[str]
     """For each prompt, what to put in front of its outputs; empty: nothing."""
+    role: str = "assistant"
+    """Who speaks in a chat's answer: without a generation prompt, whoever spoke last."""
     echo_only: bool = False
     """No output is wanted behind that: what the engine gives (it gives a token at least) is left out."""
 
@@ -132,21 +135,26 @@ class TextRoom:
                 "messages",
                 TOO_LONG,
             )
-        go_on = bool(body.continue_final_message)
+        begins = body.add_generation_prompt is not False
         try:
             text = self.tokenizer.render_chat(
                 body.messages,
-                add_generation_prompt=body.add_generation_prompt is not False,
-                continue_final_message=go_on,
+                add_generation_prompt=begins,
+                continue_final_message=bool(body.continue_final_message),
                 documents=body.documents,
                 **extra,
             )
             # The template writes special tokens itself.
             request = self._prepare(body, params, request_id, text, add_special_tokens=bool(body.add_special_tokens))
-            echo = [_content(body.messages[-1])] if body.echo and go_on else []
-            return Prepared(requests=[request], num_top=_asked(request, num_top), echo=echo)
+            (last,) = normalize_messages(body.messages[-1:])
+            role = "assistant" if begins else last["role"]
+            echo = [last["content"]] if body.echo and last["role"] == role else []
+            return Prepared(requests=[request], num_top=_asked(request, num_top), echo=echo, role=role)
         except RequestError as e:
-            e.param = {"prompt": "messages", "logprobs": "top_logprobs"}.get(e.param or "", e.param)
+            if e.param == "logprobs":
+                e.param, e.args = "top_logprobs", (f"top_{e}",)
+            elif e.param == "prompt":
+                e.param = "messages"
             raise
 
     def completion(self, body: CompletionRequest, request_id: str) -> Prepared:
@@ -207,13 +215,13 @@ class TextRoom:
         """Text of token ids, special tokens included."""
         tokenizer = self._need_tokenizer("tokens")
         if len(body.tokens) > MAX_DETOKENIZED:
-            raise bad_request(f"At most {MAX_DETOKENIZED} tokens can be turned into text at once.", "tokens")
+            raise bad_request(
+                f"At most {MAX_DETOKENIZED} tokens can be turned into text at once, not {len(body.tokens)}.", "tokens"
+            )
         for token in body.tokens:
             if not 0 <= token < self._builder.vocab_size:
-                raise bad_request(
-                    f"Token id {token} is outside of the model's vocabulary (0 to {self._builder.vocab_size - 1}).",
-                    "tokens",
-                )
+                vocabulary = f"the model's vocabulary (0 to {self._builder.vocab_size - 1})"
+                raise bad_request(f"tokens: {shown(token)} is outside of {vocabulary}.", "tokens")
         return Detokenized(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False))
 
     def _need_tokenizer(self, param: str) -> Tokenizer:
@@ -266,13 +274,14 @@ class TextRoom:
         most = whole_number(body.truncate_prompt_tokens, "truncate_prompt_tokens", -1, INT32)
         side = body.truncation_side or "left"
         if side not in ("left", "right"):
-            raise bad_request("truncation_side must be left or right.", "truncation_side")
+            raise bad_request(f"truncation_side must be left or right, not {shown(side)}.", "truncation_side")
         if most is None:
             return prompt
         limit = self._builder.max_model_len - (params.max_tokens or 1)
         if most == 0 or most > limit or limit < 1:
             raise bad_request(
-                f"truncate_prompt_tokens must be -1 or between 1 and {limit}, what the model and max_tokens leave.",
+                f"truncate_prompt_tokens must be -1 or between 1 and {limit}, what the model and max_tokens leave, not "
+                f"{most}.",
                 "truncate_prompt_tokens",
             )
         if isinstance(prompt, str):
@@ -293,12 +302,18 @@ class TextRoom:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         if len(stops) > MAX_STOPS or sum(map(len, stops)) > MAX_STOP_CHARS:
             raise bad_request(
-                f"stop can have at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters together.", "stop"
+                f"stop can have at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters together, not {len(stops)} of "
+                f"{sum(map(len, stops))}.",
+                "stop",
             )
         if len(body.logit_bias or ()) > self._builder.vocab_size:
-            raise bad_request(f"logit_bias has more entries than the {self._builder.vocab_size} tokens.", "logit_bias")
+            raise bad_request(
+                f"logit_bias can have {self._builder.vocab_size} entries, one for each token, not "
+                f"{len(body.logit_bias or ())}.",
+                "logit_bias",
+            )
         if body.stream and body.prompt_logprobs is not None:
-            raise bad_request("prompt_logprobs are not part of a stream.", "prompt_logprobs")
+            raise bad_request("prompt_logprobs are not part of a stream: leave out one of the two.", "prompt_logprobs")
         limit = whole_number(max_tokens, max_tokens_name, 1, INT32)
         params = self._builder.default_params(
             n=whole_number(body.n, "n", 1, MAX_N),
@@ -335,7 +350,7 @@ def split_prompt(prompt: Any) -> list[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):
-        raise bad_request("prompt must be a text, token ids, or a list of either.", "prompt")
+        raise bad_request(f"prompt must be a text, token ids, or a list of either, not {shown(prompt)}.", "prompt")
     if not prompt:
         raise bad_request("prompt is empty.", "prompt")
     kinds = set(map(type, prompt))  # of JSON: nothing has a type derived from these
@@ -343,17 +358,9 @@ def split_prompt(prompt: Any) -> list[str | list[int]]:
         return prompt
     if not kinds.isdisjoint({str, list}):
         many = len(prompt) > MAX_CHOICES
-        reason = f"can have at most {MAX_CHOICES} prompts" if many else "mixes prompts and token ids"
+        reason = f"can have at most {MAX_CHOICES} prompts, not {len(prompt)}" if many else "mixes prompts and token ids"
         raise bad_request(f"prompt {reason}.", "prompt")
     return [prompt]
-
-
-def _content(message: dict[str, Any]) -> str:
-    """Text of a message, which may be in parts."""
-    content = message.get("content")
-    if isinstance(content, list):
-        return "".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
-    return content if isinstance(content, str) else ""
 
 
 def _asked(request: PreparedRequest, num_top: int | None) -> int | None:

@@ -58,16 +58,17 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     """Prefixes are shared only with requests of the same salt."""
     min_p: Number = None
     min_tokens: Number = None
-    """Until the output has so many tokens, nothing ends it."""
+    """Until the output has so many tokens, nothing ends it (but bad words that leave no token to choose)."""
     presence_penalty: Number = None
     frequency_penalty: Number = None
     repetition_penalty: Number = None
-    logit_bias: dict[str, float] | None = None
-    """Token id: what is added to its logit, -100 to 100."""
+    logit_bias: dict[str, Any] | None = None
+    """Token id: what is added to its logit, -100 to 100. It forbids nothing: an only token is chosen all the same."""
     bad_words: list[str] | None = None
-    """Texts that are not generated."""
+    """Texts that are not generated. Where they leave no token to choose, the output ends with ``stop_reason``
+    ``bad_words``."""
     allowed_token_ids: list[int] | None = None
-    """Only these tokens are generated."""
+    """Only these tokens are generated. A 400 if ``bad_words`` and ``min_tokens`` leave none of them to begin with."""
     prompt_logprobs: Number = None
     """Log-probabilities of the prompt's tokens, with so many of the likeliest at each position. Not in a stream."""
     truncate_prompt_tokens: Number = None
@@ -112,7 +113,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     add_special_tokens: bool | None = None
     """Put special tokens in front of what the template wrote, which has them as a rule."""
     echo: bool | None = None
-    """Put the last message in front of the answer if the answer continues it."""
+    """Put the last message in front of the answer, if both are of the same role: ``assistant``, or with
+    ``add_generation_prompt: false``, where the last speaker goes on, any."""
     documents: list[dict[str, Any]] | None = None
     """For templates that know documents."""
     reasoning_effort: str | None = None
@@ -229,7 +231,7 @@ PromptLogprobs = list[dict[int, Logprob] | None]
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """The assistant's message."""
+    """The answer: the assistant's, or with ``add_generation_prompt: false`` of whoever spoke last."""
 
     role: str = "assistant"
     content: str | None

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from drumline.engine.protocol import EngineRequest
-from drumline.errors import RequestError
+from drumline.errors import RequestError, shown
+from drumline.plan.choices import check_choice
 from drumline.plan.sampling import MAX_LOGPROBS, SamplingParams
 from drumline.text.tokenizer import Tokenizer
 
@@ -111,6 +112,13 @@ class RequestBuilder:
         self._check_params(params)
         params = self._resolve(params, len(token_ids), strict_max_tokens)
         bad_words = self._bad_words(params.bad_words or ())
+        check_choice(
+            params.allowed_token_ids or (),
+            [word[0] for word in bad_words if len(word) == 1],
+            (*self.eos_token_ids, *(params.stop_token_ids or ())),
+            params.min_tokens,
+            self.vocab_size,
+        )
         single = copy(params)  # clone() would check again what was just checked
         single.n, single.best_of, single.prompt_logprobs = 1, None, None
         count = params.best_of or params.n
@@ -183,21 +191,23 @@ class RequestBuilder:
     def _check_ids(self, ids: Any) -> list[int]:
         ids = ids.tolist() if hasattr(ids, "tolist") else ids
         if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
-            raise RequestError(
-                f"prompt_token_ids must be a list of integers, got {type(ids).__name__}.", param="prompt"
-            )
+            raise RequestError(f"prompt_token_ids must be a list of integers, got {shown(ids)}.", param="prompt")
         if not len(ids):
             raise RequestError("The prompt is empty.", param="prompt")
         self._check_length(len(ids))
         if type(ids) is list and set(map(type, ids)) == {int}:
             self._check_range(ids)
             return ids.copy()
-        try:
-            found = [operator.index(token) for token in ids if not isinstance(token, bool)]
-        except TypeError:
-            found = []
-        if len(found) != len(ids):
-            raise RequestError("prompt_token_ids must be a list of integers.", param="prompt")
+        found = []
+        for place, token in enumerate(ids):
+            try:
+                if isinstance(token, bool):
+                    raise TypeError
+                found.append(operator.index(token))
+            except TypeError:
+                raise RequestError(
+                    f"prompt_token_ids must be a list of integers, but [{place}] is {shown(token)}.", param="prompt"
+                ) from None
         self._check_range(found)
         return found
 
@@ -205,7 +215,8 @@ class RequestBuilder:
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             bad = next(token for token in ids if not 0 <= token < self.vocab_size)
             raise RequestError(
-                f"Token id {bad} is outside of the model's vocabulary (0 to {self.vocab_size - 1}).", param="prompt"
+                f"prompt: token id {shown(bad)} is outside of the model's vocabulary (0 to {self.vocab_size - 1}).",
+                param="prompt",
             )
 
     def _check_length(self, length: int) -> None:
@@ -223,7 +234,7 @@ class RequestBuilder:
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
             if asked is not None and (self.vocab_size if asked == -1 else asked) > self.max_logprobs:
-                raise RequestError(f"{name} must be at most {self.max_logprobs}, got {asked}.", param=name)
+                raise RequestError(f"{name} must be at most {self.max_logprobs}, got {shown(asked)}.", param=name)
         for name in ("stop_strings", "bad_words"):
             if getattr(params, name) and self.tokenizer is None:
                 name = name.removesuffix("_strings")
@@ -231,18 +242,16 @@ class RequestBuilder:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(params, name) or ():
                 if token >= self.vocab_size:
-                    raise RequestError(
-                        f"{name}: {token} is outside of the model's vocabulary (0 to {self.vocab_size - 1}).",
-                        param=name,
-                    )
+                    vocabulary = f"the model's vocabulary (0 to {self.vocab_size - 1})"
+                    raise RequestError(f"{name}: {token} is outside of {vocabulary}. Leave it out.", param=name)
 
     def _resolve(self, params: SamplingParams, length: int, strict_max_tokens: bool) -> SamplingParams:
         """A copy whose numbers are those that hold for a prompt of ``length`` tokens."""
         asked, most = params.max_tokens, self._max_tokens(length, params.max_tokens, strict_max_tokens)
         if asked is None and params.min_tokens > most:
             raise RequestError(
-                f"min_tokens is {params.min_tokens}, but with a prompt of {length} tokens only {most} fit into the "
-                f"{self.max_model_len} tokens that this model takes.",
+                f"min_tokens is {shown(params.min_tokens)}, but with a prompt of {length} tokens only {most} fit into "
+                f"the {self.max_model_len} tokens that this model takes.",
                 param="min_tokens",
             )
         params = params.clone()
@@ -268,7 +277,17 @@ class RequestBuilder:
                 self.tokenizer.encode(before + word.lstrip(), add_special_tokens=False) for before in ("", " ")
             )
             if not bare:
-                raise RequestError(f"bad_words: {word!r} is no token at all.", param="bad_words")
+                raise RequestError(
+                    f"bad_words has {shown(word)} in it, which gives no tokens (spaces at its beginning are not looked "
+                    "at). Leave it out; single tokens can be kept away with logit_bias.",
+                    param="bad_words",
+                )
+            for token in (token for token in (*bare, *spaced) if token >= self.vocab_size):
+                raise RequestError(
+                    f"bad_words has {shown(word)} in it, whose token {token} is outside of the model's vocabulary (0 "
+                    f"to {self.vocab_size - 1}). Leave it out.",
+                    param="bad_words",
+                )
             found.append(bare)
             if spaced and spaced[0] != bare[0] and len(spaced) == len(bare):
                 found.append(spaced)
@@ -278,9 +297,6 @@ class RequestBuilder:
                 f"{MAX_BAD_WORDS_TOKENS} are possible.",
                 param="bad_words",
             )
-        for token in (token for ids in found for token in ids):
-            if token >= self.vocab_size:
-                raise RequestError(f"bad_words: token {token} is outside of the model's vocabulary.", param="bad_words")
         return found
 
     def _max_tokens(self, length: int, asked: int | None, strict: bool) -> int:
@@ -289,7 +305,7 @@ class RequestBuilder:
             return room
         if asked > room and strict:
             raise RequestError(
-                f"max_tokens is {asked}, but with a prompt of {length} tokens only {room} fit into the "
+                f"max_tokens is {shown(asked)}, but with a prompt of {length} tokens only {room} fit into the "
                 f"{self.max_model_len} tokens that this model takes. Lower max_tokens or shorten the prompt.",
                 param="max_tokens",
                 code=TOO_LONG,

@@ -43,7 +43,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     """``stop``, ``length``, ``abort``, or None while it goes on."""
     stop_reason: int | str | None = None
-    """Stop text or stop token that ended it; None for the end-of-sequence token."""
+    """Stop text or stop token that ended it; None for the end-of-sequence token; ``bad_words`` where bad words left no
+    token to choose."""
     lora_request: None = None
 
     def finished(self) -> bool:
