@@ -336,7 +336,7 @@ def test_a_pickler_that_is_used_again_remembers_nothing() -> None:
     ):
         for _ in range(2):
             try:
-                kind, parts, buffers = codec.encode(obj)
+                _, parts, buffers = codec.encode(obj)
             except TypeError:
                 assert watched in obj
                 continue

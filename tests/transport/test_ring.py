@@ -319,7 +319,7 @@ def test_a_decoder_that_keeps_the_data_is_told() -> None:
     assert writer.try_write([b"new"])
     kept: list[object] = []
     for _ in range(2):
-        with pytest.raises(TransportError, match="still refers|release a message"):
+        with pytest.raises(TransportError, match=r"still refers|release a message"):
             reader.receive(lambda kind, data, buffers: kept.append(pickle.PickleBuffer(data)))
     assert writer.backlog() == [1]
 

@@ -42,8 +42,8 @@ Pickle runs code of whoever wrote it. That is right between processes of one run
 
 What is decoded never refers to ``data``, so that the message can be released at once; it may refer to ``buffers``.
 
-**Picklers are used again**, since to make one with a dispatch table takes longer than a small message. One that was used
-for a large message is not kept: its memo would be cleared, at the size it has grown to, for every later one.
+**Picklers are used again**, since to make one with a dispatch table takes longer than a small message. One that was
+used for a large message is not kept: its memo would be cleared, at the size it has grown to, for every later one.
 
 Rejected: ``pickle.Pickler.reducer_override`` (a Python call for each object; a dispatch table costs nothing for those
 that are not in it); ``torch.frombuffer`` (warns about memory that is not writable, in every process); a thread-wide
