@@ -5,6 +5,9 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import functools
+import gc
+import pickle
+import random
 import subprocess
 import sys
 import types
@@ -305,6 +308,56 @@ def test_functions_by_value() -> None:
     assert round_trip(lambda worker: worker * 2)(4) == 8
     assert round_trip(functools.partial(add, 7))() == 17
     assert round_trip(("call", (lambda x: x + 1,), {}))[1][0](1) == 2
+
+
+class Nested:
+    """Encodes something else while it is pickled."""
+
+    def __init__(self, codec: CodecRegistry, inner: Any) -> None:
+        self.codec, self.inner = codec, inner
+
+    def __reduce__(self) -> Any:
+        kind, parts, _ = self.codec.encode(self.inner)
+        return tuple, ([kind, b"".join(parts)],)
+
+
+def test_a_pickler_that_is_used_again_remembers_nothing() -> None:
+    """Objects that were sent before, at whatever length, in whatever way it ended, and while it was busy."""
+    codec = CodecRegistry()
+    shared = ["once", {"deep": [1, 2.5, None]}]
+    watched = Sealed("x")
+    for obj in (
+        shared,
+        (shared, shared),
+        [shared] * 3000,
+        ["fails", watched],
+        {"nested": Nested(codec, shared)},
+        shared,
+    ):
+        for _ in range(2):
+            try:
+                _, parts, buffers = codec.encode(obj)
+            except TypeError:
+                assert watched in obj
+                continue
+            assert not buffers
+            found = pickle.loads(b"".join(parts))
+            if type(obj) is dict:
+                inner_kind, data = found["nested"]
+                assert codec.decode(inner_kind, data) == shared
+            else:
+                assert found == obj
+    alive = weakref.ref(watched)
+    del obj, watched
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("size", [0, 1, 300, 20_000, (1 << 18) - 1, 1 << 18])
+def test_bytes_of_any_size_stay_bytes(size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    assert round_trip(data) == data
+    assert type(round_trip(data)) is bytes
 
 
 def test_a_failed_pickle_leaves_no_buffers_behind() -> None:

@@ -74,19 +74,24 @@ class RingMachine(RuleBasedStateMachine):
             self.refused = needed
 
     @precondition(lambda self: any(self.queues))
-    @rule(pick=st.integers(0, 3))
-    def read(self, pick: int) -> None:
+    @rule(pick=st.integers(0, 3), at_once=st.booleans())
+    def read(self, pick: int, at_once: bool) -> None:
         index = pick % len(self.readers)
-        message = self.readers[index].poll()
-        if not self.queues[index]:
-            assert message is None
-            return
-        assert message is not None
-        kind, data = self.queues[index][0]
-        assert (message.kind, bytes(message.data)) == (kind, data)
         before = self.wakes
-        message.release()
-        message.release()
+        if at_once:
+            found = self.readers[index].receive(lambda kind, data, buffers: (kind, bytes(data), buffers))
+            assert found == (((*self.queues[index][0], ()),) if self.queues[index] else None)
+            if found is None:
+                return
+        else:
+            message = self.readers[index].poll()
+            if not self.queues[index]:
+                assert message is None
+                return
+            assert message is not None
+            assert (message.kind, bytes(message.data)) == self.queues[index][0]
+            message.release()
+            message.release()
         self.queues[index].popleft()
         # a writer that was refused is told of every slot that comes free; one that was not may be told
         assert self.wakes <= before + 1
@@ -151,7 +156,8 @@ def test_a_slot_freed_at_any_moment_of_a_refusal_is_used_or_rung_for(
     assert written or writer.try_write([b"new"])
 
 
-def test_fences_stand_where_the_memo_says(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_fences_stand_where_the_memo_says(monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
     """x86 hides a missing fence, so look where they are: data | written; decoded | read | wanted."""
     buf = make(64, 8, 1, start=100)
     writer, reader = RingWriter(buf), RingReader(buf)
@@ -166,10 +172,13 @@ def test_fences_stand_where_the_memo_says(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("drumline.transport.ring.order", note)
     writer.try_write([b"new"])
     assert at_fence == [(b"new", 100, 100)]
-    message = reader.poll()
-    assert message is not None
-    assert len(at_fence) == 2  # between written and the data
-    message.release()
+    if at_once:
+        assert reader.receive(lambda kind, data, buffers: len(at_fence)) == (2,)
+    else:
+        message = reader.poll()
+        assert message is not None
+        assert len(at_fence) == 2  # between written and the data
+        message.release()
     assert at_fence[2:] == [(b"new", 101, 100), (b"new", 101, 101)]
 
 
@@ -291,6 +300,28 @@ def test_a_changed_byte_anywhere_in_head_or_bytes_is_refused(length: int, where:
     message = reader.poll()  # the ring goes on if what was written meant to be there comes at last
     assert message is not None
     assert bytes(message.data) == bytes(length)
+
+
+def test_what_a_decoder_raises_is_raised_and_the_message_is_gone() -> None:
+    buf = make(64, 2, 1)
+    writer, reader = RingWriter(buf), RingReader(buf)
+    for length in (3, 90):  # in one slot, and in two that wrap
+        assert writer.try_write([bytes(length)])
+        with pytest.raises(ZeroDivisionError):
+            reader.receive(lambda kind, data, buffers: 1 / 0)
+        assert writer.backlog() == [0]
+    assert reader.receive(lambda kind, data, buffers: 1) is None
+
+
+def test_a_decoder_that_keeps_the_data_is_told() -> None:
+    buf = make(64, 2, 1)
+    writer, reader = RingWriter(buf), RingReader(buf)
+    assert writer.try_write([b"new"])
+    kept: list[object] = []
+    for _ in range(2):
+        with pytest.raises(TransportError, match=r"still refers|release a message"):
+            reader.receive(lambda kind, data, buffers: kept.append(pickle.PickleBuffer(data)))
+    assert writer.backlog() == [1]
 
 
 @pytest.mark.parametrize("late", ["sequence", "bytes"])

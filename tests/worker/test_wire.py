@@ -17,17 +17,17 @@ from drumline.transport.ring import RingReader, RingWriter
 from drumline.worker.segment import SegmentLayout
 from drumline.worker.wire import (
     ALL_RANKS,
+    ANSWER_BYTES,
     CallDecoder,
     CallEncoder,
     CallFailed,
     Request,
-    answer_id,
     call_parts,
-    decode_answer,
     decode_failure,
     encode_answer,
     encode_failure,
     make_codec,
+    read_answer,
     read_head,
 )
 
@@ -117,8 +117,9 @@ def test_answers() -> None:
         parts, buffers = encode_answer(CODEC, 77, value)
         assert not buffers
         data = memoryview(b"".join(bytes(part) for part in parts))
-        assert answer_id(data) == 77
-        assert decode_answer(CODEC, data) == value
+        call_id, kind = read_answer(data)
+        assert call_id == 77
+        assert CODEC.decode(kind, data[ANSWER_BYTES:]) == value
 
 
 def test_failures() -> None:

@@ -30,6 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
+from functools import partial
 from typing import Any, Protocol
 
 from drumline.errors import (
@@ -236,13 +237,11 @@ class CallTable:
 
     def wait(self, call: Call, timeout: float | None) -> None:
         """Sleep until the call has ended. Plain TimeoutError after ``timeout`` seconds."""
-        give_up = deadline_after(timeout)
-        self.refuse_aggregator()
+        give_up = None if timeout is None else deadline_after(timeout)
+        if self._aggregator_thread is not None:
+            self.refuse_aggregator()
         call._asked = True
-
-        def check() -> bool | None:
-            return self.poll(call)
-
+        check = partial(self.poll, call)
         while not self._sleep(check, call, give_up):
             now = time.monotonic()
             self.expire(now, call)
@@ -262,10 +261,17 @@ class CallTable:
     def _wake_at(self, call: Call, give_up: float | None) -> float | None:
         """When the next deadline that concerns this call ends: its own, its caller's, or the oldest call's."""
         wake_at = give_up
-        with self.lock:
-            for one in (call, self._order[0]) if self._order else (call,):
-                if one.deadline is not None and not one._failures and (wake_at is None or one.deadline < wake_at):
-                    wake_at = one.deadline
+        deadline = call.deadline
+        if deadline is not None and not call._failures and (wake_at is None or deadline < wake_at):
+            wake_at = deadline
+        try:
+            oldest = self._order[0]  # no lock: one look, and whoever is the oldest later has a deadline of its own
+        except IndexError:
+            return wake_at
+        if oldest is not call:
+            deadline = oldest.deadline
+            if deadline is not None and not oldest._failures and (wake_at is None or deadline < wake_at):
+                wake_at = deadline
         return wake_at
 
     def expire(self, now: float, call: Call | None = None) -> None:
@@ -422,8 +428,9 @@ class CallTable:
                     self._reap()
                 self.held += size
                 call._hold(Held(self._freed, size))
-            call._take(rank, value)
-            if call._missing == 0:
+            call._answers[rank] = value
+            call._missing = missing = call._missing - 1
+            if not missing:
                 self._advance()
 
     def unreadable(self, rank: int, call_id: int, error: BaseException) -> None:
@@ -512,8 +519,11 @@ class CallTable:
     def _advance(self) -> None:
         """Complete the oldest calls whose answers are all here. ``lock`` is held."""
         order = self._order
-        while order and order[0]._ready:
-            call = order.popleft()
+        while order:
+            call = order[0]
+            if not call._done and (call._missing or call._failures):
+                return
+            order.popleft()
             del self._open[call.id]
             self._completed += 1
             if not call._done:

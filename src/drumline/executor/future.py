@@ -189,14 +189,6 @@ class Call:
 
     # For the table, with its lock held.
 
-    @property
-    def _ready(self) -> bool:
-        return self._done or (self._missing == 0 and not self._failures)
-
-    def _take(self, rank: int, value: Any) -> None:
-        self._answers[rank] = value
-        self._missing -= 1
-
     def _hold(self, held: Held) -> None:
         if self._held is None:
             self._held = [held]

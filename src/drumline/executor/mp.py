@@ -69,13 +69,13 @@ from drumline.worker.main import WorkerTask
 from drumline.worker.segment import SegmentLayout
 from drumline.worker.wire import (
     ALL_RANKS,
+    ANSWER_BYTES,
     CallEncoder,
     EncodedCall,
-    answer_id,
     call_parts,
-    decode_answer,
     decode_failure,
     make_codec,
+    read_answer,
 )
 from drumline.worker.wrapper import DEFAULT_WORKER
 
@@ -222,13 +222,15 @@ class MultiprocExecutor(Executor):
         expected_s: float = 0.0,
     ) -> Any:
         """See :meth:`Executor.collective_rpc`."""
-        self._raise_if_failed()
+        if self._failure is not None or self._stopping:
+            self._raise_if_failed()
         table = self._table
-        table.refuse_aggregator()
+        if table._aggregator_thread is not None:
+            table.refuse_aggregator()
         reply_rank = self._check_call(reply_rank, args, kwargs, rank_args)
         if non_block and self._outbox.past_limit(table.held):
             self._refuse_backlog(method)
-        deadline = deadline_after(timeout)
+        deadline = None if timeout is None else deadline_after(timeout)
         message = self._encoder.encode(method, args, kwargs, rank_args)
         if reply_rank is None or aggregators:
             ranks: Sequence[int] = self._all_ranks
@@ -338,20 +340,27 @@ class MultiprocExecutor(Executor):
         owing = self._table.owing
         for rank, reader in enumerate(self._answers):
             while owing[rank]:
-                message = reader.poll()
-                if message is None:
+                found = reader.receive(self._decode_answer)
+                if found is None:
                     break
-                call_id, size = answer_id(message.data), message.data.nbytes
-                for buffer in message.buffers:
-                    size += buffer.nbytes
-                try:
-                    value = decode_answer(self.codec, message.data, message.buffers)
-                except Exception as exc:  # noqa: BLE001  a class that only the worker has, say: the caller's to see
-                    self._table.unreadable(rank, call_id, exc)
-                else:
+                call_id, size, value, error = found[0]
+                if error is None:
                     self._table.answer(rank, call_id, value, size)
-                finally:
-                    message.release()
+                else:
+                    self._table.unreadable(rank, call_id, error)
+
+    def _decode_answer(
+        self, _: int, data: memoryview, buffers: Sequence[memoryview]
+    ) -> tuple[int, int, Any, Exception | None]:
+        """Which call an answer belongs to, how many bytes it has, its value, or why that cannot be made."""
+        call_id, kind = read_answer(data)
+        size = len(data)
+        for buffer in buffers:
+            size += len(buffer)
+        try:
+            return call_id, size, self.codec.decode(kind, data[ANSWER_BYTES:], buffers), None
+        except Exception as exc:  # noqa: BLE001  a class that only the worker has, say: the caller's to see
+            return call_id, size, None, exc
 
     # News from the workers: the supervisor's thread.
 

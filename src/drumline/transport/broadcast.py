@@ -100,6 +100,9 @@ class QueueWriter:
         self._ring = ring
         self._bells = tuple(bells)
         self._largest = largest
+        most = ring.layout.largest_message // 4
+        self._small = most if largest is None else min(most, largest)
+        """Bytes of a message, without buffers, that goes straight into the ring."""
         self._patience_s = PATIENCE_S
 
     @property
@@ -134,7 +137,9 @@ class QueueWriter:
         slowest reader, if there is no room by ``deadline`` (``time.monotonic()``): no reader gets any of it then.
         MessageTooLargeError for more than :attr:`largest_message` bytes.
         """
-        if self._largest is not None:
+        if self._largest is not None and (
+            buffers or len(parts) != 1 or type(parts[0]) is not bytes or len(parts[0]) > self._small
+        ):
             size = bytes_of(parts) + (bytes_of(buffers) if buffers else 0)
             if size > self._largest:
                 raise MessageTooLargeError(f"a message of {size} bytes, and the limit is {self._largest}")

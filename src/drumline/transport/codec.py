@@ -13,6 +13,7 @@ Kinds:
 * 1: the same with buffers apart (arrays, tensors, memoryviews, large bytes): see below.
 * 2: kind 0 or 1 whose ``buffers`` were put into ``data`` too, for channels that carry nothing but bytes
   (:meth:`CodecRegistry.encode_inline`).
+* 3: ``bytes`` of less than 256 KiB as they are.
 * 16 to 255: registered codecs. Both ends register the same kind for the same class.
 
 **Buffers.** What pickle would copy is taken out of it. A numpy array or torch CPU tensor is rebuilt over the buffer
@@ -41,6 +42,9 @@ Pickle runs code of whoever wrote it. That is right between processes of one run
 
 What is decoded never refers to ``data``, so that the message can be released at once; it may refer to ``buffers``.
 
+**Picklers are used again**, since to make one with a dispatch table takes longer than a small message. One that was
+used for a large message is not kept: its memo would be cleared, at the size it has grown to, for every later one.
+
 Rejected: ``pickle.Pickler.reducer_override`` (a Python call for each object; a dispatch table costs nothing for those
 that are not in it); ``torch.frombuffer`` (warns about memory that is not writable, in every process); a thread-wide
 ``warnings.catch_warnings`` (not safe with threads); torch's own copy-on-write storage (not over foreign memory).
@@ -67,6 +71,7 @@ from drumline.transport.ring import Part
 PICKLE = 0
 PICKLE_BUFFERS = 1
 INLINED = 2
+BYTES = 3
 FIRST_CODEC = 16
 """First kind for registered codecs; smaller ones are this module's."""
 BUFFER_MIN = 1 << 14
@@ -78,11 +83,15 @@ Encoded = tuple[int, Sequence[Part], Sequence[memoryview]]
 _Encode = Callable[[Any], Sequence[Part]]
 _Decode = Callable[[memoryview], Any]
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, type)
+_DATA = frozenset({dict, list, tuple, str, int, type(None)})
 _HEAD = struct.Struct("=II")
 _INLINED_HEAD = struct.Struct("=BI")
 _PIECE_MIN = 1 << 18
 """Pieces of a pickle from this size on are single bytes or str objects: pickle's frames end at 64 KiB and hold no
 object of 64 KiB, so they have less than 128 KiB."""
+_GLOBAL = 0x93
+_KEPT_MOST = 2048
+"""A pickler that wrote more bytes than this is not used again."""
 _Dispatch = dict[type, Callable[[Any], Any]]
 
 
@@ -91,7 +100,7 @@ class CodecRegistry:
 
     def __init__(self) -> None:
         self._encoders: dict[type, tuple[int, _Encode]] = {}
-        self._decoders: dict[int, _Decode] = {PICKLE: pickle.loads}
+        self._decoders: dict[int, _Decode] = {PICKLE: pickle.loads, BYTES: bytes}
 
     def register(self, kind: int, cls: type, encode: _Encode, decode: _Decode) -> None:
         """Use these two for objects whose class is ``cls``. ``decode`` gets a memoryview and must not keep it."""
@@ -117,6 +126,8 @@ class CodecRegistry:
         found = self._encoders.get(type(obj))
         if found is not None:
             return found[0], found[1](obj), ()
+        if type(obj) is bytes and len(obj) < _PIECE_MIN:
+            return BYTES, (obj,), ()
         return _encode_pickle(obj)
 
     def encode_inline(self, obj: Any) -> tuple[int, Sequence[Part]]:
@@ -167,9 +178,56 @@ def _take_inlined(data: memoryview) -> tuple[int, memoryview, list[memoryview]]:
 
 
 def _encode_pickle(obj: Any) -> Encoded:
-    pieces: list[Part] = []
-    views: list[pickle.PickleBuffer] = []
-    _dump(obj, pieces, views)
+    if type(obj) not in _DATA and isinstance(obj, _FUNCTIONS):
+        return _parts_of(*_dump_by_value(obj))
+    try:
+        kept = _kept.pop()
+        if kept.key != (len(copyreg.dispatch_table), sys.modules.get("numpy"), sys.modules.get("torch")):
+            kept = _Pickling()
+    except IndexError:  # another thread, or what this thread is pickling, is inside
+        kept = _Pickling()
+    pieces, views = kept.pieces, kept.views
+    try:
+        kept.dump(obj)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return _parts_of(*_dump_by_value(obj))
+    if len(pieces) == 1 and not views:
+        piece = pieces[0]
+        if len(piece) <= _KEPT_MOST:
+            pieces.clear()
+            kept.clear_memo()
+            _kept.append(kept)
+        if _GLOBAL in piece and b"__main__" in piece:
+            return _parts_of(*_dump_by_value(obj))
+        return PICKLE, (piece,), ()
+    if _names_main(pieces):
+        return _parts_of(*_dump_by_value(obj))
+    return _parts_of(pieces, views)
+
+
+class _Pickling:
+    """A pickler, where it writes to, and for which state of the process it was made. For one thread at a time."""
+
+    __slots__ = ("clear_memo", "dump", "key", "pieces", "views")
+
+    def __init__(self) -> None:
+        key = (len(copyreg.dispatch_table), sys.modules.get("numpy"), sys.modules.get("torch"))
+        table = _dispatch()
+        self.key = key if table is _dispatch_table else None  # None: a module is just being imported
+        self.pieces: list[Part] = []
+        self.views: list[pickle.PickleBuffer] = []
+        pickler = pickle.Pickler(_Sink(self.pieces.append), 5, buffer_callback=self.views.append)
+        pickler.dispatch_table = table
+        self.dump = pickler.dump
+        self.clear_memo = pickler.clear_memo
+
+
+_kept: list[_Pickling] = []
+"""Picklers that nobody uses now. ``pop`` and ``append`` are atomic under the GIL."""
+
+
+def _parts_of(pieces: list[Part], views: list[pickle.PickleBuffer]) -> Encoded:
+    """The message of a pickle in pieces and the buffers that were taken out of it."""
     if not views and (len(pieces) == 1 or max(map(len, pieces)) < _PIECE_MIN):
         return PICKLE, pieces, ()
     sizes: list[int] = []
@@ -267,32 +325,23 @@ class _Sink:
         self.write = write
 
 
-def _dump(obj: Any, pieces: list[Part], views: list[pickle.PickleBuffer]) -> None:
-    """Pickle into ``pieces``, by value where the reader may not have the code. All buffers go to ``views``."""
-    table = _dispatch()
-    sink = _Sink(pieces.append)
-    if not isinstance(obj, _FUNCTIONS):
-        try:
-            pickler = pickle.Pickler(sink, 5, buffer_callback=views.append)
-            pickler.dispatch_table = table
-            pickler.dump(obj)
-            if not _names_main(pieces):
-                return
-        except (pickle.PicklingError, AttributeError, TypeError):
-            pass
-        pieces.clear()
-        views.clear()
+def _dump_by_value(obj: Any) -> tuple[list[Part], list[pickle.PickleBuffer]]:
+    """Pickle with code by value, since the reader may not have it: pieces and buffers."""
     import cloudpickle  # here, because it is rarely needed
 
-    by_value = cloudpickle.Pickler(sink, 5, buffer_callback=views.append)
-    by_value.dispatch_table = collections.ChainMap(*by_value.dispatch_table.maps, table)
+    pieces: list[Part] = []
+    views: list[pickle.PickleBuffer] = []
+    by_value = cloudpickle.Pickler(_Sink(pieces.append), 5, buffer_callback=views.append)
+    by_value.dispatch_table = collections.ChainMap(*by_value.dispatch_table.maps, _dispatch())
     by_value.dump(obj)
+    return pieces, views
 
 
 def _names_main(pieces: Sequence[Part]) -> bool:
-    if len(pieces) == 1:
-        return b"__main__" in pieces[0]
-    return any(b"__main__" in piece for piece in pieces if len(piece) < _PIECE_MIN)
+    """Whether it names something of ``__main__``: only then has it the opcode that finds a name in a module, which
+    is looked for first, since that is quick."""
+    small = [piece for piece in pieces if len(pieces) == 1 or len(piece) < _PIECE_MIN]
+    return any(_GLOBAL in piece for piece in small) and any(b"__main__" in piece for piece in small)
 
 
 _dispatch_key: tuple[int, bool, bool] | None = None

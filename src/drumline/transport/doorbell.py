@@ -61,6 +61,7 @@ OWNER_RINGER = 0
 """Ringer id of the process that waits; peers use 1 to 255, each its own."""
 
 _ASLEEP = 1
+_MASK = 0xFFFFFFFF
 _SHORT_NAP_S = 50e-6
 _LONG_NAP_S = 10e-3
 _LONGEST_LOOK_S = 0.05
@@ -88,8 +89,9 @@ class Doorbell:
         self._wake = wake_arguments(self._number or 0, address)
         self._wait = wait_arguments(self._number or 0, address)
         self.words = memory.buf[:DOORBELL_BYTES].cast("I")
-        self._id = ringer_id
-        self._counter = itertools.count(int.from_bytes(os.urandom(3), "little"))
+        self._counter = itertools.count(int.from_bytes(os.urandom(3), "little") << 8 | ringer_id, 256)
+        self.parts = self.words, self._counter, self._wake
+        """What :func:`ring_all` needs, in one look."""
         self._sleepers = 0
         self._sleepers_lock = threading.RLock()  # a signal handler may wait, too
 
@@ -113,24 +115,23 @@ class Doorbell:
         words = self.words
         order()
         try:
-            words[0] = (next(self._counter) & 0xFFFFFF) << 8 | self._id
+            words[0] = next(self._counter) & _MASK
             fence()
             if words[_ASLEEP]:
                 wake_call(*self._wake)
         except ValueError:
             return
 
-    def wait(self, seen: int, timeout_s: float) -> None:
-        """Sleep while the word is ``seen``, for at most ``timeout_s`` seconds.
+    def wait(self, seen: int, timeout_s: float) -> bool:
+        """Sleep while the word is ``seen``, for at most ``timeout_s`` seconds. True: the time is over.
 
         May return early for no reason (a signal whose Python handler has run by then, another's wake): look again.
         ChannelClosedError once closed.
         """
         if timeout_s <= 0:
-            return
+            return True
         if self._number is None:
-            self._look(seen, timeout_s)
-            return
+            return self._look(seen, timeout_s)
         words, lock = self.words, self._sleepers_lock
         try:
             # What a signal handler raises in here may leave the count too high, never too low: calls for nothing
@@ -139,8 +140,7 @@ class Doorbell:
                 words[_ASLEEP] = 1
             try:
                 fence()
-                if words[0] == seen:
-                    futex_wait(self._wait, seen, timeout_s)
+                return words[0] == seen and futex_wait(self._wait, seen, timeout_s)
             finally:
                 with lock:
                     self._sleepers -= 1
@@ -149,16 +149,17 @@ class Doorbell:
         except ValueError:
             raise ChannelClosedError("this doorbell is closed") from None
 
-    def _look(self, seen: int, timeout_s: float) -> None:
+    def _look(self, seen: int, timeout_s: float) -> bool:
         """The wait without a futex: naps. Ends early, so that what a signal handler has noted is looked at."""
         until = time.monotonic() + min(timeout_s, _LONGEST_LOOK_S)
         nap = _SHORT_NAP_S
         while self.value() == seen:
             left = until - time.monotonic()
             if left <= 0:
-                return
+                return timeout_s <= _LONGEST_LOOK_S
             time.sleep(min(nap, left))
             nap = min(nap * 1.5, _LONG_NAP_S)
+        return False
 
     def close(self) -> None:
         """Let go of the word; the memory too, if it was attached. Idempotent."""
@@ -172,14 +173,16 @@ def ring_all(bells: Iterable[Doorbell]) -> None:
     """Ring several bells with one pair of fences, which is most of what a ring costs. As :meth:`Doorbell.ring`."""
     order()
     for bell in bells:
+        words, counter, _ = bell.parts
         try:
-            bell.words[0] = (next(bell._counter) & 0xFFFFFF) << 8 | bell._id
-        except ValueError:
+            words[0] = next(counter) & _MASK
+        except ValueError:  # closed
             pass
     fence()
     for bell in bells:
+        words, _, wake = bell.parts
         try:
-            if bell.words[_ASLEEP]:
-                wake_call(*bell._wake)
+            if words[_ASLEEP]:
+                wake_call(*wake)
         except ValueError:
             pass

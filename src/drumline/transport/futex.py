@@ -57,7 +57,8 @@ _WAKE = 1
 _EVERYBODY = 0x7FFFFFFF
 LONGEST_WAIT_S = 86_400.0
 """Waits are cut to this many seconds."""
-_QUIET = frozenset({errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT})
+_DURATIONS_MOST = 64
+_QUIET = frozenset({errno.EAGAIN, errno.EINTR})
 
 
 def futex_number(system: str = sys.platform, machine: str = "", bits: int = _BITS) -> int:
@@ -87,6 +88,7 @@ class _Timespec(ctypes.Structure):
 
 # Waiting releases the GIL (CDLL); waking does not (PyDLL): it never blocks, and to give the GIL away costs more than
 # the call. Arguments of a wake are ctypes objects made beforehand: half the time of having them converted in each call.
+# The two last arguments of the system call are left out, since a wait has none there.
 _wait_call = ctypes.CDLL(None, use_errno=True).syscall
 _wait_call.restype = ctypes.c_long
 wake_call = ctypes.PyDLL(None).syscall
@@ -106,17 +108,34 @@ def wait_arguments(number: int, address: int) -> Arguments:
     return ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_int(_WAIT)
 
 
-def futex_wait(arguments: Arguments, seen: int, timeout_s: float) -> None:
-    """Sleep while the word is ``seen``, at most ``timeout_s`` seconds. May return early for no reason.
-
-    Returns on a signal, whose Python handler has run by then. ChannelClosedError if nothing is mapped there any more.
-    """
+def _duration(timeout_s: float) -> Any:
+    """A pointer to the ``timespec`` of so many seconds, which it keeps alive."""
     timeout_s = min(timeout_s, LONGEST_WAIT_S)
     seconds = int(timeout_s)
-    timeout = _Timespec(seconds, int((timeout_s - seconds) * 1e9))
-    if _wait_call(*arguments, ctypes.c_uint32(seen), ctypes.byref(timeout), None, 0) == -1:
+    return ctypes.byref(_Timespec(seconds, int((timeout_s - seconds) * 1e9)))
+
+
+_durations: dict[float, Any] = {}
+"""Those that were asked for; whole seconds only, since waits without a deadline are all as long."""
+
+
+def futex_wait(arguments: Arguments, seen: int, timeout_s: float) -> bool:
+    """Sleep while the word is ``seen``, at most ``timeout_s`` seconds. May return early for no reason.
+
+    Returns on a signal, whose Python handler has run by then. True: the time is over. ChannelClosedError if nothing is
+    mapped there any more.
+    """
+    duration = _durations.get(timeout_s)
+    if duration is None:
+        duration = _duration(timeout_s)
+        if timeout_s == int(timeout_s) and len(_durations) < _DURATIONS_MOST:
+            _durations[timeout_s] = duration
+    if _wait_call(*arguments, seen, duration) == -1:
         code = ctypes.get_errno()
+        if code == errno.ETIMEDOUT:
+            return True
         if code == errno.EFAULT:
             raise ChannelClosedError("this doorbell is closed")
         if code not in _QUIET:
             raise OSError(code, f"futex wait: {os.strerror(code)}")
+    return False

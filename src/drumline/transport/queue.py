@@ -22,7 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from drumline.errors import ChannelClosedError, ConfigError, QueueTimeoutError, RPCTimeoutError
 from drumline.transport.broadcast import BroadcastQueue
@@ -49,15 +49,7 @@ _WRITER_RINGER = 1
 log = logging.getLogger(__name__)
 
 
-class AnyMessage(Protocol):
-    """What both kinds of messages have."""
-
-    kind: int
-    data: memoryview
-    buffers: Sequence[memoryview]
-
-    def release(self) -> None:
-        """Let go of its memory."""
+Decode = Callable[[int, memoryview, Sequence[memoryview]], Any]
 
 
 class _Watch:
@@ -124,8 +116,9 @@ class _LocalEnd:
 
     def write(self, encoded: Encoded, deadline: float | None, alive: Callable[[], None]) -> None:
         kind, parts, buffers = encoded
-        self._writer.enqueue(parts, self._waiter, deadline, alive, kind, buffers)
-        self._written.append((self._writer.written, time.monotonic()))
+        writer = self._writer
+        writer.enqueue(parts, self._waiter, deadline, alive, kind, buffers)
+        self._written.append((writer.written, time.monotonic()))
 
     def laggards(self) -> list[str]:
         now = time.monotonic()
@@ -275,33 +268,40 @@ class MessageQueue:
         MessageTooLargeError: it can never fit.
         Whatever pickling raises for what cannot be sent.
         """
-        deadline = deadline_after(timeout)
+        deadline = None if timeout is None else deadline_after(timeout)
         encoded = self._codec.encode(obj)
         self._check()
-        if not self._turn.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
-            raise QueueTimeoutError(f"{self.name}: no turn within {timeout:g} s: another thread waits for room")
+        turn = self._turn
+        if not turn.acquire(False):  # no keywords, and no time where none is needed: a fifth of what it takes with them
+            left = -1 if deadline is None else max(0.0, deadline - time.monotonic())
+            if not turn.acquire(timeout=left):
+                raise QueueTimeoutError(f"{self.name}: no turn within {timeout:g} s: another thread waits for room")
         try:
-            self._send(encoded, deadline)
+            if self._remote is None:
+                self._begin = 0.0
+                assert self._local is not None
+                self._local.write(encoded, deadline, self._alive)
+            else:
+                self._send(encoded, deadline, self._remote)
+        except RPCTimeoutError:
+            raise self._no_room(timeout) from None
         except QueueTimeoutError:
-            who = "; ".join(self.laggards()) or "all have read everything by now"
-            raise QueueTimeoutError(f"{self.name}: no room within {timeout:g} s: {who}") from None
+            raise self._no_room(timeout) from None
         finally:
-            self._turn.release()
+            turn.release()
 
-    def _send(self, encoded: Encoded, deadline: float | None) -> None:
+    def _no_room(self, timeout: float | None) -> QueueTimeoutError:
+        who = "; ".join(self.laggards()) or "all have read everything by now"
+        return QueueTimeoutError(f"{self.name}: no room within {timeout:g} s: {who}")
+
+    def _send(self, encoded: Encoded, deadline: float | None, remote: RemoteWriter) -> None:
         """To all readers or to none: remote ones only promise room before the local ones get it."""
         kind, parts, buffers = encoded
-        remote = self._remote
         self._begin = 0.0
-        if remote is not None:
-            self._await_promise(remote, encoded, deadline)
+        self._await_promise(remote, encoded, deadline)
         if self._local is not None:
-            try:
-                self._local.write(encoded, deadline, self._alive)
-            except RPCTimeoutError:
-                raise QueueTimeoutError from None
-        if remote is not None:
-            remote.write(parts, kind, buffers)
+            self._local.write(encoded, deadline, self._alive)
+        remote.write(parts, kind, buffers)
 
     def _await_promise(self, remote: RemoteWriter, encoded: Encoded, deadline: float | None) -> None:
         _, parts, buffers = encoded
@@ -370,7 +370,7 @@ class QueueReader:
         data = handle.data
         self.name = data.queue
         self._maker = os.getpid()
-        self._codec = codec or CodecRegistry()
+        self._decode: Decode = (codec or CodecRegistry()).decode
         self._closed = False
         self._writer = data.writer
         self._remote: RemoteReader | None = None
@@ -380,6 +380,7 @@ class QueueReader:
 
             self._remote = RemoteReader(data.remote)
             self._writer = self._remote.name
+            self._receive: Callable[[Decode], tuple[Any] | None] = self._receive_remote
         else:
             self._attach(handle.take(), data)
         waiter = self._remote or self._waiter
@@ -394,6 +395,7 @@ class QueueReader:
             self._bell = Doorbell.attach(writer_bell, 1 + data.index)
             self._queue = BroadcastQueue.attach(ring, *arena)
             self._reader = self._queue.reader(data.index, self._bell)
+            self._receive = self._reader.receive
         finally:
             for fd in (ring, writer_bell, own_bell, *arena):
                 os.close(fd)
@@ -407,30 +409,35 @@ class QueueReader:
         ChannelClosedError: everything was read and nothing more will come; it says why.
         Whatever unpickling raises; the message is gone then, and the next one can be read.
         """
-        self._check()
-        message = self._wait(self._poll, deadline_after(timeout))
-        if message is None:
+        if self._closed:
+            raise ChannelClosedError(f"{self.name}: this reader is closed")
+        found = self._wait(self._take, None if timeout is None else deadline_after(timeout))
+        if found is None:
             raise QueueTimeoutError(f"{self.name}: {self._name_writer()} has sent nothing within {timeout:g} s")
-        try:
-            return self._codec.decode(message.kind, message.data, message.buffers)
-        finally:
-            message.release()
+        return found[0]
 
     def _name_writer(self) -> str:
         return self._link.name if self._link is not None else self._writer
 
-    def _check(self) -> None:
+    def _take(self) -> tuple[Any] | None:
+        """The next object, which is its own; None: none is there."""
+        over = self._watch.over  # looked at first: what was written before it is found below
         if self._closed:
             raise ChannelClosedError(f"{self.name}: this reader is closed")
-
-    def _poll(self) -> AnyMessage | None:
-        self._check()
-        over = self._watch.over  # looked at first: what was written before it is found below
-        message: AnyMessage | None
-        message = self._reader.poll() if self._remote is None else self._remote.poll()
-        if message is None and over:
+        found = self._receive(self._decode)
+        if found is None and over:
             raise ChannelClosedError(f"{self.name}: {over}")
-        return message
+        return found
+
+    def _receive_remote(self, decode: Decode) -> tuple[Any] | None:
+        assert self._remote is not None
+        message = self._remote.poll()
+        if message is None:
+            return None
+        try:
+            return (decode(message.kind, message.data, message.buffers),)
+        finally:
+            message.release()
 
     def __iter__(self) -> Iterator[Any]:
         """Objects until the writer closes the queue. ChannelClosedError if it dies."""

@@ -143,7 +143,7 @@ class Waiter:
         bell = self._bell
         words = bell.words
         overslept = False
-        start = 0
+        start = now = 0
         predictor = self.predictor
         while True:
             try:
@@ -151,10 +151,12 @@ class Waiter:
             except ValueError:
                 raise ChannelClosedError("this waiter is closed") from None
             order()
+            if start:
+                now = time.perf_counter_ns()
             result = check()
             if result is not None:
                 if start and predictor is not None:
-                    predictor.arrived(start, time.perf_counter_ns())
+                    predictor.arrived(start, now)
                 if overslept and bell.value() == seen:
                     self.lost_wakes += 1
                 return result
@@ -169,9 +171,7 @@ class Waiter:
                 start = time.perf_counter_ns()
                 if self._watch(predictor, seen, start, left):
                     continue
-            begin = time.monotonic()
-            bell.wait(seen, left)
-            overslept = left == RECHECK_S and time.monotonic() - begin >= RECHECK_S and bell.value() == seen
+            overslept = bell.wait(seen, left) and left == RECHECK_S and bell.value() == seen
 
     def _watch(self, predictor: SpinPredictor, seen: int, start: int, left: float) -> bool:
         """Watch the word if there is reason to, perhaps after a nap. True: look again at everything."""

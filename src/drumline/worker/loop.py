@@ -27,7 +27,7 @@ from drumline.errors import FailureReport, MessageTooLargeError, RPCTimeoutError
 from drumline.processes.reports import span
 from drumline.transport.broadcast import QueueWriter
 from drumline.transport.codec import CodecRegistry
-from drumline.transport.ring import Message, RingReader
+from drumline.transport.ring import RingReader
 from drumline.transport.waiter import Waiter
 from drumline.worker.outputs import OutputThread, is_async
 from drumline.worker.segment import Progress
@@ -110,55 +110,57 @@ class WorkerLoop:
                 log.warning("an output does not get finished; it is left alone")
 
     def _serve_next(self) -> None:
-        message = self._next()
-        while message is None and self._while_idle():
-            message = self._next()
-        if message is None:
-            message = self._waiter.wait(self._next)
-        if message is not None:
-            self._serve(message)
+        found = self._next()
+        while found is None and self._while_idle():
+            found = self._next()
+        if found is None:
+            found = self._waiter.wait(self._next)
+        if found is None:
+            return
+        head, request = found[0]
+        if isinstance(request, Exception):
+            self._fail(_Done(head, "decoding a call", None), request)
+            self._end(head.call_id)
+        else:
+            self._run(head, request)
 
-    def _next(self) -> Message | None:
+    def _next(self) -> tuple[tuple[CallHead, Request | Exception]] | None:
         if self._stopping():
             raise WorkerStop
-        return self._calls.poll()
+        return self._calls.receive(self._decode)
 
-    def _serve(self, message: Message) -> None:
-        head = read_head(message.data)
-        self._progress.begin(self._rank, head.call_id)
+    def _decode(self, _: int, data: memoryview, buffers: Sequence[memoryview]) -> tuple[CallHead, Request | Exception]:
+        """A call, or what was raised while it was decoded, which is a failure of it like any other."""
+        head = read_head(data)
+        self._progress.begin(self._rank, head[0])
         try:
-            try:
-                request = self._decoder.decode(head, message.data, message.buffers)
-            finally:
-                message.release()
-        except Exception as exc:  # noqa: BLE001  whatever a call raises is reported, and the loop goes on
-            self._fail(_Done(head, "decoding a call", None), exc)
-            self._end(head)
-            return
-        self._run(head, request)
+            return head, self._decoder.decode(head, data, buffers)
+        except Exception as exc:  # noqa: BLE001
+            return head, exc
 
     def _run(self, head: CallHead, request: Request) -> None:
         """Run one call, answer if this rank is to, note its end."""
         method, args, kwargs = request
-        owed = head.reply_rank == self._rank or head.reply_rank == ALL_RANKS
+        call_id, reply_rank, *_ = head
         try:
             value = bind(self._worker, method)(*args, **kwargs)
-            if not owed:
-                self._end(head)
+            if reply_rank != self._rank and reply_rank != ALL_RANKS:
+                self._end(call_id)
             elif is_async(value):
                 self._give(_Done(head, *name_and_step(method, args)), value)
             else:
                 self._answer(head, request, value)
-        except Exception as exc:  # noqa: BLE001
+        except Exception as exc:  # noqa: BLE001  whatever a call raises is reported, and the loop goes on
             self._fail(_Done(head, *name_and_step(method, args)), exc)
-            self._end(head)
+            self._end(call_id)
 
     def _answer(self, head: CallHead, request: Request, value: Any) -> None:
         """Encode and send here. If the output thread owes something, or there is no room, it gets a copy to send: the
         next call may change what was returned."""
-        parts, buffers = encode_answer(self._codec, head.call_id, value)
+        call_id = head[0]
+        parts, buffers = encode_answer(self._codec, call_id, value)
         if self._outputs.idle and self._sent_in_one_piece(parts, buffers):
-            self._progress.end(self._rank, head.call_id)
+            self._progress.end(self._rank, call_id)
         else:
             copy = _Encoded([b"".join(parts)], [memoryview(bytes(buffer)) for buffer in buffers])
             self._give(_Done(head, *name_and_step(request.method, request.args)), copy)
@@ -169,12 +171,12 @@ class WorkerLoop:
         except MessageTooLargeError:
             return False
 
-    def _end(self, head: CallHead) -> None:
+    def _end(self, call_id: int) -> None:
         """The call has ended on this rank; said only once the calls before it have."""
         if self._outputs.idle:
-            self._progress.end(self._rank, head.call_id)
+            self._progress.end(self._rank, call_id)
         else:
-            self._outputs.give(lambda error: self._progress.end(self._rank, head.call_id))
+            self._outputs.give(lambda error: self._progress.end(self._rank, call_id))
 
     # Outputs that the output thread finishes.
 

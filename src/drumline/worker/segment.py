@@ -24,7 +24,7 @@ from time import monotonic_ns
 
 from drumline.config import ProcessConfig
 from drumline.transport.arena import ArenaLayout
-from drumline.transport.fence import fence
+from drumline.transport.fence import fence, order
 from drumline.transport.ring import LINE, RingLayout
 
 _WORDS = LINE // 8
@@ -103,7 +103,7 @@ class Progress:
 
     def end(self, rank: int, call_id: int) -> None:
         """This rank has ended this call, and everything that it had to say about it has been said."""
-        fence()
+        order()
         self._words[rank * _WORDS] = call_id
 
     def count_failure(self, rank: int) -> None:

@@ -137,10 +137,13 @@ EncodedCall = tuple[int, int, int, bytes, Sequence[Buffer], Sequence[memoryview]
 parts, its buffers."""
 
 
+_pack_call = _CALL.pack
+
+
 def call_parts(encoded: EncodedCall, call_id: int, reply_rank: int) -> list[Buffer]:
     """The message but for its buffers. ``reply_rank``: who answers, or ALL_RANKS."""
     flags, kind, ranks, name, body, _ = encoded
-    return [_CALL.pack(call_id, reply_rank, flags, kind, ranks, len(name)), name, *body]
+    return [_pack_call(call_id, reply_rank, flags, kind, ranks, len(name)), name, *body]
 
 
 def _size(part: Buffer) -> int:
@@ -148,6 +151,8 @@ def _size(part: Buffer) -> int:
 
 
 _new = tuple.__new__  # a third of what a NamedTuple's own constructor takes
+_unpack_call = _CALL.unpack_from
+_HEAD_BYTES = _CALL.size
 
 
 class CallHead(NamedTuple):
@@ -163,7 +168,7 @@ class CallHead(NamedTuple):
 
 def read_head(data: Buffer) -> CallHead:
     """The header of a call."""
-    return _new(CallHead, _CALL.unpack_from(data))
+    return _new(CallHead, _unpack_call(data))
 
 
 class CallDecoder:
@@ -176,17 +181,18 @@ class CallDecoder:
 
     def decode(self, head: CallHead, data: memoryview, buffers: Sequence[memoryview] = ()) -> Request:
         """Method and arguments of this rank, which may keep ``buffers``. Raises whatever unpickling raises."""
-        at = _CALL.size + head.name_bytes
-        name = bytes(data[_CALL.size : at])
+        _, _, flags, kind, _, name_bytes = head
+        at = _HEAD_BYTES + name_bytes
+        name = bytes(data[_HEAD_BYTES:at])
         method: str | Callable[..., Any]
-        if head.flags & _FUNCTION:
+        if flags == _SINGLE:  # a step
+            found = self._names.get(name) or self._names.setdefault(name, name.decode())
+            return _new(Request, (found, (self._codec.decode(kind, data[at:], buffers),), _NO_KWARGS))
+        if flags & _FUNCTION:
             method = cloudpickle.loads(name)
         else:
-            found = self._names.get(name)
-            method = found if found is not None else self._names.setdefault(name, name.decode())
-        if head.flags == _SINGLE:  # a step
-            return _new(Request, (method, (self._codec.decode(head.kind, data[at:], buffers),), _NO_KWARGS))
-        if not head.flags & _OWN:
+            method = self._names.get(name) or self._names.setdefault(name, name.decode())
+        if not flags & _OWN:
             args, kwargs = self._arguments(head, data[at:], buffers)
             return Request(method, args, kwargs)
         lengths = [_LENGTH.unpack_from(data, at + i * _LENGTH.size) for i in range(head.ranks)]
@@ -211,18 +217,21 @@ class CallDecoder:
         return args, kwargs or {}
 
 
+_pack_answer = _ANSWER.pack
+
+
 def encode_answer(codec: CodecRegistry, call_id: int, value: Any) -> tuple[list[Buffer], Sequence[memoryview]]:
     """Parts and buffers of an answer. Raises what pickle raises."""
     kind, parts, buffers = codec.encode(value)
-    return [_ANSWER.pack(call_id, kind), *parts], buffers
+    return [_pack_answer(call_id, kind), *parts], buffers
 
 
-def answer_id(data: Buffer) -> int:
-    """Which call an answer belongs to."""
-    call_id: int = _ANSWER.unpack_from(data)[0]
-    return call_id
+ANSWER_BYTES = _ANSWER.size
+"""Where the value of an answer begins; ``codec.decode`` makes it of the rest of the bytes and of the buffers."""
+_unpack_answer = _ANSWER.unpack_from
 
 
-def decode_answer(codec: CodecRegistry, data: memoryview, buffers: Sequence[memoryview] = ()) -> Any:
-    """The value of an answer, which may keep ``buffers``. Raises whatever unpickling raises."""
-    return codec.decode(data[_ANSWER.size - 1], data[_ANSWER.size :], buffers)
+def read_answer(data: Buffer) -> tuple[int, int]:
+    """Which call an answer belongs to, and the kind of its value."""
+    call_id, kind = _unpack_answer(data)
+    return call_id, kind
