@@ -56,8 +56,8 @@ MAX_GATHER_BYTES = 64 << 20
 COPIES_SHARE = 0.25
 """Memory of the copies of decoding rows, as a share of the cache's, at most."""
 
-AHEAD_BYTES = 16 << 20
-"""Of blocks that were never used, at most so much is touched in advance."""
+AHEAD_BYTES = 4 << 20
+"""Of blocks that were never used, at most so much is touched in advance: 3 ms of an idle worker at most."""
 
 TOUCH_BYTES = 64 << 10
 """Touched at once, of one layer's keys or values."""
