@@ -34,10 +34,10 @@ class Swapped(RingWriter):
 
     pause_s = 0.0
 
-    def try_write(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due_us: int = 0) -> bool:
+    def try_write(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due: int = 0) -> bool:
         if not buffers and self.has_room(1):
             self.publish_early(sum(map(len, parts)))
-        return super().try_write(parts, kind, buffers, due_us)
+        return super().try_write(parts, kind, buffers, due)
 
     def _put(self, parts: Sequence[Part], length: int, *more: Any) -> None:
         self.publish_early(length)

@@ -43,7 +43,7 @@ from drumline.errors import (
 )
 from drumline.executor.explain import Doing, Look, nothing_known, unanswered
 from drumline.executor.future import Aggregator, Call, Held, run_callback
-from drumline.executor.keeper import Keeper, KeeperSettings
+from drumline.executor.keeper import LINGER_S, PATROL_S, Keeper, KeeperSettings
 from drumline.processes.reports import fold
 from drumline.transport import deadline_after
 
@@ -123,6 +123,7 @@ class CallTable:
         self._aggregator_thread: int | None = None
         self._freed: list[int] = []
         self._watched = 0
+        self._lone = 0.0
         self._deadlines: list[tuple[float, int]] = []
         self._due: deque[Call] = deque()
         self.keeper = Keeper(self, waiter, keeper or KeeperSettings())
@@ -152,10 +153,12 @@ class CallTable:
         deadline: float | None,
         aggregators: Sequence[Aggregator] = (),
         expected_s: float = 0.0,
+        waits: bool = False,
     ) -> Call:
         """A new call with the next id. The caller holds whatever makes ids and sending one act.
 
-        Raises what the table was closed with, or WorkerCallError of a failure that came after its call's answer.
+        ``waits``: the caller will wait for it at once, and so look after it. Raises what the table was closed with, or
+        WorkerCallError of a failure that came after its call's answer.
         """
         with self.lock:
             if self._closed is not None or self._late:
@@ -178,9 +181,15 @@ class CallTable:
             owing = self.owing
             for rank in ranks:
                 owing[rank] += 1
-        if not self.keeper.armed:
+        if not self.keeper.armed and not (waits and self._is_lone()):
             self.keeper.arm()
         return call
+
+    def _is_lone(self) -> bool:
+        """The first call after a pause. The keeper sleeps on: woken, it would want the interpreter's lock just when the
+        answer comes. :meth:`wait` wakes it if the call takes long, a second call if one comes soon."""
+        before, self._lone = self._lone, time.monotonic()
+        return self._lone - before > LINGER_S
 
     def idle(self) -> bool:
         """Nothing is in flight, and no rank owes an answer. Raises what :meth:`begin` raises."""
@@ -242,6 +251,14 @@ class CallTable:
             self.refuse_aggregator()
         call._asked = True
         check = partial(self.poll, call)
+        if not self.keeper.armed:
+            soon = time.monotonic() + PATROL_S
+            try:
+                if self._sleep(check, call, soon if give_up is None else min(soon, give_up)):
+                    return
+            finally:
+                if not call._done:
+                    self.keeper.arm()
         while not self._sleep(check, call, give_up):
             now = time.monotonic()
             self.expire(now, call)

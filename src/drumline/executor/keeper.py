@@ -6,7 +6,8 @@ in the log which call is late and which rank keeps it waiting.
 
 None of that may cost a step anything. So it sleeps in one of three ways::
 
-    asleep     no call was in flight for a second: without end, until a call is begun (or a callback is due)
+    asleep     no call was in flight for a second: without end, until a call is begun (or a callback is due); not for
+               the first call after a pause if its caller waits for it, unless it takes longer than a patrol
     patrol     calls are in flight and somebody looks for their answers: four looks a second
     on watch   there are callbacks or calls to send, or nobody has looked since the last patrol: on the executor's
                waiter, where every answer wakes it

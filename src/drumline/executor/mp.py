@@ -158,6 +158,8 @@ class MultiprocExecutor(Executor):
         arena = ArenaWriter(self._arena, names) if self._arena is not None else None
         self._calls = QueueWriter(RingWriter(layout.calls_of(buf), arena=arena), bells)
         self._answers = [RingReader(layout.answers_of(buf, rank), 0, bells[rank].ring) for rank in self._all_ranks]
+        for reader in self._answers:
+            reader.on_due = self.waiter.expect
 
     def _spawn_all(self, forkserver: ForkServer) -> None:
         """All workers are asked for before any is waited for: their start has collectives in it."""
@@ -246,6 +248,7 @@ class MultiprocExecutor(Executor):
                 deadline=deadline,
                 aggregators=aggregators,
                 expected_s=expected_s,
+                waits=not non_block,
             )
             self._send(call, message, replying, copy=non_block)
         return call if non_block else call.result()

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from time import perf_counter_ns
 
 from drumline.errors import MessageTooLargeError, RPCTimeoutError
 from drumline.transport.arena import ArenaLayout, ArenaReader, ArenaWriter
@@ -33,6 +34,7 @@ from drumline.transport.doorbell import Doorbell, ring_all
 from drumline.transport.memory import SharedMemory
 from drumline.transport.records import bytes_of
 from drumline.transport.ring import Message, Part, Pieces, RingLayout, RingReader, RingWriter
+from drumline.transport.spin import Pace
 from drumline.transport.waiter import Waiter
 
 PATIENCE_S = 0.05
@@ -53,11 +55,11 @@ class Sending:
         parts: Sequence[Part],
         kind: int,
         buffers: Sequence[Part],
-        due_us: int,
+        due: int,
     ) -> None:
         self._ring = ring
         self._bells = bells
-        self._message = (parts, kind, buffers, due_us)
+        self._message = (parts, kind, buffers, due)
         self._pieces: Pieces | None = None
 
     @property
@@ -104,19 +106,22 @@ class QueueWriter:
         self._small = most if largest is None else min(most, largest)
         """Bytes of a message, without buffers, that goes straight into the ring."""
         self._patience_s = PATIENCE_S
+        self._pace = Pace() if any(bell.roomy for bell in self._bells) else None
+        """Tells readers that watch when the next message is due."""
 
     @property
     def largest_message(self) -> int:
         """Bytes of the largest message."""
         return self._ring.layout.largest_message if self._largest is None else self._largest
 
-    def try_write(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due_us: int = 0) -> bool:
+    def try_write(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = ()) -> bool:
         """Send one message to all readers if there is room now. False if not: this writer's waiter will be rung.
 
         Everything is copied: the caller may change it afterwards. MessageTooLargeError if it can never fit in one piece
         (:meth:`enqueue` sends it in several). See :meth:`RingWriter.try_write` for the arguments.
         """
-        if not self._ring.try_write(parts, kind, buffers, due_us):
+        due = self._pace.sends(perf_counter_ns()) if self._pace is not None else 0
+        if not self._ring.try_write(parts, kind, buffers, due):
             return False
         ring_all(self._bells)
         return True
@@ -129,7 +134,6 @@ class QueueWriter:
         alive: Callable[[], None] | None = None,
         kind: int = 0,
         buffers: Sequence[Part] = (),
-        due_us: int = 0,
     ) -> None:
         """Send one message to all readers, waiting for room on ``waiter`` (the one whose bell the readers have).
 
@@ -144,15 +148,15 @@ class QueueWriter:
             if size > self._largest:
                 raise MessageTooLargeError(f"a message of {size} bytes, and the limit is {self._largest}")
             if size > self._ring.layout.largest_message // 4:
-                self._enqueue_long(self.start(parts, kind, buffers, due_us), waiter, deadline, alive)
+                self._enqueue_long(self.start(parts, kind, buffers), waiter, deadline, alive)
                 return
-        if self.try_write(parts, kind, buffers, due_us):
+        if self.try_write(parts, kind, buffers):
             return
 
         def check() -> bool | None:
             if alive is not None:
                 alive()
-            return self.try_write(parts, kind, buffers, due_us) or None
+            return self.try_write(parts, kind, buffers) or None
 
         if waiter.wait(check, deadline) is None:
             raise self._no_room()
@@ -180,9 +184,10 @@ class QueueWriter:
         finally:
             sending.close()
 
-    def start(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due_us: int = 0) -> Sending:
+    def start(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = ()) -> Sending:
         """Begin to send a message of any size without waiting, see :class:`Sending`. One at a time, none between."""
-        return Sending(self._ring, self._bells, parts, kind, buffers, due_us)
+        due = self._pace.sends(perf_counter_ns()) if self._pace is not None else 0
+        return Sending(self._ring, self._bells, parts, kind, buffers, due)
 
     def _no_room(self) -> RPCTimeoutError:
         backlog = self.backlog()

@@ -61,6 +61,8 @@ OWNER_RINGER = 0
 """Ringer id of the process that waits; peers use 1 to 255, each its own."""
 
 _ASLEEP = 1
+_CORES = 2
+_ROOMY, _CROWDED = 1, 2
 _MASK = 0xFFFFFFFF
 _SHORT_NAP_S = 50e-6
 _LONG_NAP_S = 10e-3
@@ -99,6 +101,15 @@ class Doorbell:
     def attach(cls, fd: int, ringer_id: int) -> Doorbell:
         """The peer side: map the waiter's descriptor, which stays the caller's."""
         return cls(SharedMemory.attach(fd, DOORBELL_BYTES), ringer_id, own_memory=True)
+
+    @property
+    def roomy(self) -> bool:
+        """Whether who waits here has cores enough to watch for messages, as far as its maker knows."""
+        return self.words[_CORES] == _ROOMY
+
+    @roomy.setter
+    def roomy(self, roomy: bool) -> None:
+        self.words[_CORES] = _ROOMY if roomy else _CROWDED
 
     def value(self) -> int:
         """The word now (uint32). Read it before you check what you wait for; ChannelClosedError once closed."""

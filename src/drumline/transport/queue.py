@@ -395,6 +395,7 @@ class QueueReader:
             self._bell = Doorbell.attach(writer_bell, 1 + data.index)
             self._queue = BroadcastQueue.attach(ring, *arena)
             self._reader = self._queue.reader(data.index, self._bell)
+            self._reader.on_due = self._waiter.expect
             self._receive = self._reader.receive
         finally:
             for fd in (ring, writer_bell, own_bell, *arena):

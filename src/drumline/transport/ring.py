@@ -14,7 +14,7 @@ first: a reader gets such a record as a joined copy, every other one as a view o
     sequence   the count of slots at which the record starts
     checksum   Adler-32 of the rest of the head and of the bytes, starting from the sequence number
     kind       the receiver's
-    due        microseconds from now in which the sender means to send the next message; 0: it does not say
+    due        when the next message is likely to be sent, as spin.py says times; 0: the sender does not know
     length     of the bytes in this record
     buffers    how many buffers the message has; the highest bit: this record goes on with the message of the one
                before; the next: it does not have its bytes, but says in which block of the arena they are
@@ -164,15 +164,16 @@ class RingWriter:
         self._free = layout.slots
         self._readers = range(2 * WORDS, (2 + layout.n_readers) * WORDS, WORDS)
 
-    def try_write(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due_us: int = 0) -> bool:
+    def try_write(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due: int = 0) -> bool:
         """Write one message if there is room; False if not, and then readers will say when they free what it needs.
 
         ``kind`` is a uint32 for the receiver. Of ``buffers`` (contiguous) those of 16 KiB and more go to the arena if
-        it has room, the others through the ring. ``due_us``: in how many microseconds the next message is likely to
-        come, 0 if nobody knows. Everything is copied. MessageTooLargeError if it can never be written in one piece.
+        it has room, the others through the ring. ``due``: when the next message is likely to be sent
+        (:func:`~drumline.transport.spin.to_due`), 0 if nobody knows. Everything is copied. MessageTooLargeError if it
+        can never be written in one piece.
         """
         if buffers:
-            return self._try_write_buffers(parts, kind, buffers, due_us)
+            return self._try_write_buffers(parts, kind, buffers, due)
         if len(parts) == 1:
             (part,) = parts
             length = part.nbytes if type(part) is memoryview else len(part)
@@ -182,7 +183,7 @@ class RingWriter:
             count = self.layout.slots_of(length)
             if count > self._free and not self._make_room(count, length):
                 return False
-            self._put(parts, length, count, kind, due_us, 0, 0)
+            self._put(parts, length, count, kind, due, 0, 0)
             return True
         if not self._free and not self._make_room(1, length):
             return False
@@ -195,7 +196,7 @@ class RingWriter:
         place = self._place
         at = place * self._slot_bytes
         written, data = self._written, self._data
-        _pack_head(data, at, written, 0, kind, due_us, length, 0, 0)
+        _pack_head(data, at, written, 0, kind, due, length, 0, 0)
         begin = at + HEAD_BYTES
         end = begin + length
         data[begin:end] = part
@@ -208,7 +209,7 @@ class RingWriter:
         self._words[WRITTEN] = written
         return True
 
-    def _try_write_buffers(self, parts: Sequence[Part], kind: int, buffers: Sequence[Part], due_us: int) -> bool:
+    def _try_write_buffers(self, parts: Sequence[Part], kind: int, buffers: Sequence[Part], due: int) -> bool:
         message = self._place_buffers(parts, buffers)
         length = message.length
         room = False
@@ -221,23 +222,23 @@ class RingWriter:
                 self.cancel(message)
         if room:
             self.fill(message)
-            self._put(message.parts, length, self.layout.slots_of(length), kind, due_us, message.count, 0)
+            self._put(message.parts, length, self.layout.slots_of(length), kind, due, message.count, 0)
             self.sent(message)
         return room
 
-    def start(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due_us: int = 0) -> Pieces:
+    def start(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due: int = 0) -> Pieces:
         """Begin to send a message of any size: see :meth:`Pieces.advance`. Nothing is in the ring yet."""
-        return Pieces(self, self._place_buffers(parts, buffers), kind, due_us)
+        return Pieces(self, self._place_buffers(parts, buffers), kind, due)
 
     def start_with_arena(
-        self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due_us: int = 0
+        self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due: int = 0
     ) -> Pieces | None:
         """The same; None if much of it could be in the arena and has no room there now. Then a reader will ring."""
         message = self._place_buffers(parts, buffers)
         if message.squeezed > self.layout.largest_message // 4:
             self.cancel(message)
             return None
-        return Pieces(self, message, kind, due_us)
+        return Pieces(self, message, kind, due)
 
     def _place_buffers(self, parts: Sequence[Part], buffers: Sequence[Part]) -> Outgoing:
         message = Outgoing(parts, buffers, self.arena)
@@ -268,13 +269,13 @@ class RingWriter:
         message.blocks = []
 
     def _put(
-        self, parts: Sequence[Part], length: int, count: int, kind: int, due_us: int, buffers: int, rest: int
+        self, parts: Sequence[Part], length: int, count: int, kind: int, due: int, buffers: int, rest: int
     ) -> None:
         """Write a record, for which there is room, and publish it."""
         at = self._place * self._slot_bytes
         written = self._written
         data = self._data
-        HEAD.pack_into(data, at, written, 0, kind, due_us, length, buffers, rest)
+        HEAD.pack_into(data, at, written, 0, kind, due, length, buffers, rest)
         begin = at + HEAD_BYTES
         end = begin + length
         if end <= self._data_bytes:
@@ -363,12 +364,12 @@ class RingWriter:
 class Pieces:
     """A message on its way through the ring in several records. One that does not end is dropped by the readers."""
 
-    def __init__(self, ring: RingWriter, message: Outgoing, kind: int, due_us: int) -> None:
+    def __init__(self, ring: RingWriter, message: Outgoing, kind: int, due: int) -> None:
         self._ring = ring
         self._message = message
         ring.fill(message)
         self._views = [view for part in message.parts if len(view := flat(part))]
-        self._kind, self._due_us, self._buffers = kind, due_us, message.count
+        self._kind, self._due, self._buffers = kind, due, message.count
         self.done = False
         """All of it is in the ring, or it was closed."""
         self.rest = message.length
@@ -409,7 +410,7 @@ class Pieces:
         """One record of ``length`` bytes that stands for ``carried`` bytes of the message."""
         ring = self._ring
         self.rest -= carried
-        ring._put(parts, length, ring.layout.slots_of(length), self._kind, self._due_us, buffers, self.rest)
+        ring._put(parts, length, ring.layout.slots_of(length), self._kind, self._due, buffers, self.rest)
         self._buffers |= GOES_ON
         if not self.rest:
             self.done = True
@@ -441,18 +442,18 @@ class Message:
 
     ``data`` (memoryview of bytes) is good until :meth:`release`. ``kind`` is what the writer said. ``buffers`` are its
     buffers, in order, as read-only memoryviews of bytes, good for as long as anybody holds them; those that lie in the
-    arena keep their block busy until then. ``due_us``: in how many microseconds the sender thinks that the next message
-    comes (see :meth:`Waiter.expect <drumline.transport.waiter.Waiter.expect>`); 0: it does not say.
+    arena keep their block busy until then. ``due``: when the sender is likely to send the next one (see
+    :meth:`Waiter.expect <drumline.transport.waiter.Waiter.expect>`); 0: it does not know.
     """
 
-    __slots__ = ("_count", "_reader", "buffers", "data", "due_us", "kind")
+    __slots__ = ("_count", "_reader", "buffers", "data", "due", "kind")
 
-    def __init__(self, reader: RingReader, kind: int, data: memoryview, count: int, due_us: int) -> None:
+    def __init__(self, reader: RingReader, kind: int, data: memoryview, count: int, due: int) -> None:
         self._reader = reader
         self._count = count
         self.kind = kind
         self.data = data
-        self.due_us = due_us
+        self.due = due
         self.buffers: Sequence[memoryview] = ()
 
     def release(self) -> None:
@@ -512,6 +513,8 @@ class RingReader:
         if self._read != start_of(buf):
             raise TransportError(f"this ring has had a reader {index} before")
         self._place = 0
+        self.on_due: Callable[[int], None] | None = None
+        """Told when the next message is due, by each message that says it."""
         self._current: Message | None = None
         self._partial: memoryview | None = None
         self._filled = 0
@@ -532,11 +535,13 @@ class RingReader:
             data = self._data
             place = self._place
             at = place * self._slot_bytes
-            sequence, checksum, kind, due_us, length, buffers, rest = _unpack_head(data, at)
+            sequence, checksum, kind, due, length, buffers, rest = _unpack_head(data, at)
             if length <= self._one_slot and not buffers and not rest and sequence == read:
                 end = at + HEAD_BYTES + length
                 if adler32(data[at + SUMMED : end], read) == checksum:
                     self._partial = None
+                    if due and self.on_due is not None:
+                        self.on_due(due)
                     payload = data[at + HEAD_BYTES : end]
                     try:
                         return (decode(kind, payload, ()),)
@@ -544,7 +549,7 @@ class RingReader:
                         try:
                             payload.release()
                         except BufferError:
-                            self._current = Message(self, kind, payload, 1, due_us)
+                            self._current = Message(self, kind, payload, 1, due)
                             self._current.release()  # raises
                         place += 1
                         self._place = place if place < self._slots else 0
@@ -577,19 +582,21 @@ class RingReader:
             order()
             data = self._data
             at = self._place * self._slot_bytes
-            sequence, checksum, kind, due_us, length, buffers, rest = _unpack_head(data, at)
+            sequence, checksum, kind, due, length, buffers, rest = _unpack_head(data, at)
             end = at + HEAD_BYTES + length
             if sequence == read and end <= self._data_bytes and adler32(data[at + SUMMED : end], read) == checksum:
                 payload = data[at + HEAD_BYTES : end]
             else:
-                kind, due_us, length, buffers, rest, payload = self._look_again(at)
+                kind, due, length, buffers, rest, payload = self._look_again(at)
             count = 1 if length <= self._one_slot else self.layout.slots_of(length)
+            if due and not rest and self.on_due is not None:
+                self.on_due(due)
             if not (buffers or rest):
-                message = Message(self, kind, payload, count, due_us)
+                message = Message(self, kind, payload, count, due)
                 self._partial = None
                 self._current = message
                 return message
-            found = self._take_piece(kind, due_us, payload, count, buffers, rest)
+            found = self._take_piece(kind, due, payload, count, buffers, rest)
             if found is not None:
                 self._current = found
                 return found
@@ -597,13 +604,13 @@ class RingReader:
     def _look_again(self, at: int) -> tuple[int, int, int, int, int, memoryview]:
         """A record that goes on from the last slot to the first, or that was not right at first look."""
         for attempt in range(_REREADS):
-            sequence, checksum, kind, due_us, length, buffers, rest = HEAD.unpack_from(self._data, at)
+            sequence, checksum, kind, due, length, buffers, rest = HEAD.unpack_from(self._data, at)
             if length <= self.layout.largest_message and sequence == self._read:
                 record = self._joined(at, HEAD_BYTES + length)
                 if adler32(record[SUMMED:], sequence) == checksum:
                     if attempt or at + HEAD_BYTES + length <= self._data_bytes:
                         self.rereads += 1
-                    return kind, due_us, length, buffers, rest, record[HEAD_BYTES:]
+                    return kind, due, length, buffers, rest, record[HEAD_BYTES:]
             fence()
             time.sleep(attempt * 5e-6)
         self.rereads += 1
@@ -616,13 +623,13 @@ class RingReader:
         return data[at : at + length] if over <= 0 else memoryview(b"".join((data[at:], data[:over])))
 
     def _take_piece(
-        self, kind: int, due_us: int, payload: memoryview, count: int, buffers: int, rest: int
+        self, kind: int, due: int, payload: memoryview, count: int, buffers: int, rest: int
     ) -> Message | None:
         """A record that is not a whole message without buffers; None: its message is not all there yet."""
         if not buffers & GOES_ON:
             self._partial = None
             if not rest and not buffers & CHUNK:
-                message = Message(self, kind, payload, count, due_us)
+                message = Message(self, kind, payload, count, due)
                 self._find_buffers(message, buffers, own=False)
                 return message
         piece = self._chunk(payload) if buffers & CHUNK else payload
@@ -640,7 +647,7 @@ class RingReader:
         if rest:
             return None
         self._partial = None
-        message = Message(self, kind, partial.toreadonly(), 0, due_us)
+        message = Message(self, kind, partial.toreadonly(), 0, due)
         self._find_buffers(message, buffers & COUNT, own=True)
         return message
 

@@ -35,14 +35,12 @@ from drumline.platforms import host
 from drumline.transport.doorbell import DOORBELL_BYTES, OWNER_RINGER, Doorbell
 from drumline.transport.fence import order
 from drumline.transport.memory import SharedMemory
-from drumline.transport.spin import SpinPredictor
+from drumline.transport.spin import SpinPredictor, from_due
 
 RECHECK_S = 5.0
 """Longest sleep in seconds before the conditions are looked at again."""
 UNKNOWN_COMPUTING = 2
 """Processes that compute, where nobody has said how many: those at both ends."""
-_CORES = 2  # word of the doorbell's line: what its maker thinks of them
-_ROOMY, _CROWDED = 1, 2
 
 NEVER_S = 1e9
 """Timeouts from here on (32 years, or infinity) are no timeouts: clocks and system calls take no such times."""
@@ -104,16 +102,16 @@ class Waiter:
 
         For this object, and for who attaches later, who may be bound to some of the cores.
         """
-        self._bell.words[_CORES] = _CROWDED if host.cores() <= (computing or UNKNOWN_COMPUTING) else _ROOMY
+        self._bell.roomy = host.cores() > (computing or UNKNOWN_COMPUTING)
         self._count_cores()
 
     def _count_cores(self) -> None:
-        self.predictor = SpinPredictor() if self._bell.words[_CORES] == _ROOMY else None
+        self.predictor = SpinPredictor() if self._bell.roomy else None
 
-    def expect(self, seconds: float) -> None:
-        """The sender says that the next message is due so many seconds from now. A hint: it may come at any time."""
+    def expect(self, due: int) -> None:
+        """A sender says when its next message is due (``due`` of a message). A hint: it may come at any time."""
         if self.predictor is not None:
-            self.predictor.expect(time.perf_counter_ns() + int(seconds * 1e9))
+            self.predictor.expect(from_due(due, time.perf_counter_ns()))
 
     @property
     def fd(self) -> int:
@@ -175,7 +173,7 @@ class Waiter:
 
     def _watch(self, predictor: SpinPredictor, seen: int, start: int, left: float) -> bool:
         """Watch the word if there is reason to, perhaps after a nap. True: look again at everything."""
-        if not self._watching.acquire(blocking=False):
+        if not self._watching.acquire(False):
             return False  # another thread does
         try:
             nap_until, watch_until = predictor.plan(start)
@@ -188,24 +186,30 @@ class Waiter:
                     predictor.napped(nap_until, now)
                 if now < nap_until or self._bell.value() != seen:
                     return True
-            begin = time.perf_counter_ns()
-            hit = self._look(seen, min(watch_until, start + int(left * 1e9)))
-            predictor.watched(time.perf_counter_ns() - begin, hit)
+                begin = now
+            else:
+                begin = start
+            if left < RECHECK_S:
+                watch_until = min(watch_until, start + int(left * 1e9))
+            hit, now = self._look(seen, watch_until)
+            predictor.watched(now - begin, hit)
             return True
         finally:
             self._watching.release()
 
-    def _look(self, seen: int, until: int) -> bool:
-        """Watch the word until then; whether it changed."""
+    def _look(self, seen: int, until: int) -> tuple[bool, int]:
+        """Watch the word until then; whether it changed, and the time now."""
         words = self._bell.words
-        now = time.perf_counter_ns
+        clock = time.perf_counter_ns
+        now = 0
         try:
             while words[0] == seen:
-                if now() > until:
-                    return False
+                now = clock()
+                if now > until:
+                    return False, now
         except ValueError:
             raise ChannelClosedError("this waiter was closed while waiting") from None
-        return True
+        return True, now or clock()
 
     def close(self) -> None:
         """Wake all who wait here with ChannelClosedError and let go of the memory. Idempotent."""

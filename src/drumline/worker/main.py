@@ -83,6 +83,7 @@ class WorkerProcess:
             waiter=Waiter.attach(own_bell_fd),
             codec=make_codec(),
         )
+        channels.calls.on_due = channels.waiter.expect
         return channels, tuple(rest)
 
     def run(self) -> None:
