@@ -284,6 +284,7 @@ class HttpServer(uvicorn.Server):
             access_log=False,
             date_header=False,
             server_header=False,
+            proxy_headers=False,  # nothing here asks who the client is, or whether it came by TLS
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
         )
