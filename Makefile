@@ -6,6 +6,7 @@
 #   TORCH_INDEX  package index for torch alone (PyTorch publishes one for each build)
 #   MODEL, TP, PORT, ARGS   for make serve; MODEL empty: the embedded default model
 #   TESTS, PYTEST_ARGS      for make test
+#   JOBS         test files at a time (2); 0: one session without helpers, as pytest itself does
 
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3.13 python3,$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
 VENV ?= .venv
@@ -16,6 +17,7 @@ PORT ?= 8000
 ARGS ?=
 TESTS ?= tests
 PYTEST_ARGS ?=
+JOBS ?= 2
 TORCH_VERSION := 2.13.0
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -63,7 +65,7 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@touch $@ $(VENV)/.installed
 
 test: dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -m 'not matrix and not chaos and not bench and not soak and not fuzz' $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile -m 'not matrix and not chaos and not bench and not soak and not fuzz' $(PYTEST_ARGS)
 
 test-floor: dev
 	sh scripts/test_floor.sh $(BIN)/python $(VENV)/floor -m 'not chaos and not bench' $(PYTEST_ARGS)

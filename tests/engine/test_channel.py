@@ -108,6 +108,7 @@ def test_requests_wait_for_a_core_that_does_not_read():
     front.close()
 
 
+@pytest.mark.alone
 def test_a_core_whose_front_end_is_gone_goes_on(ends: Ends):
     ends.front.close()
     for _ in range(3):

@@ -214,6 +214,7 @@ def test_a_blocked_loop_does_not_hold_up_the_engine(served: Engine):
     served.run(block())
 
 
+@pytest.mark.alone
 def test_an_idle_engine_sleeps(served: Engine):
     """Engine core, fork server, workers: all of them."""
     served.run(served.until_idle())

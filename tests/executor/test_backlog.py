@@ -38,6 +38,7 @@ def test_a_hundred_thousand_calls_whose_results_nobody_takes(make: Make) -> None
     many(make("mp", 2), 100_000)
 
 
+@pytest.mark.alone
 def test_a_call_that_is_not_waited_for_returns_at_once(make: Make) -> None:
     executor = make("mp", 2, mq_slots=2, mq_slot_bytes=1024)
     executor.collective_rpc("sleep", (0.5,), non_block=True)

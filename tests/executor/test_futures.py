@@ -123,6 +123,7 @@ def test_callbacks_are_called_exactly_once(executor: Executor) -> None:
     assert sorted(call.id for call in told.calls) == sorted(2 * [future.id for future in futures])
 
 
+@pytest.mark.alone
 def test_a_callback_hears_of_the_deadline(executor: Executor) -> None:
     told = Told()
     future = executor.collective_rpc("sleep", (0.3,), timeout=0.05, non_block=True)
@@ -160,6 +161,7 @@ def test_cancel(executor: Executor) -> None:
     assert not before.cancelled()
 
 
+@pytest.mark.alone
 def test_cancel_wakes_who_waits(executor: Executor) -> None:
     future = executor.collective_rpc("sleep", (0.3,), non_block=True)
     errors: list[BaseException] = []

@@ -157,6 +157,7 @@ def test_shutdown_with_an_output_unfinished(make: Make, backend: str) -> None:
     assert future.exception() is not None
 
 
+@pytest.mark.alone
 def test_a_failure_on_one_rank_while_others_have_outputs_to_finish(make: Make) -> None:
     """The call has ended on a rank only when its output is finished: until then nobody says that all have ended it."""
     executor = make("mp", 2, worker="Deferred")

@@ -237,6 +237,7 @@ def test_a_reply_rank_that_does_not_exist(executor: Executor) -> None:
         executor.collective_rpc("echo", reply_rank=9)
 
 
+@pytest.mark.alone
 def test_waiting_costs_no_cpu(executor: Executor) -> None:
     before = time.process_time()
     executor.collective_rpc("sleep", (0.3,))

@@ -50,6 +50,7 @@ def test_a_busy_rank_is_named(make: Make, caplog: pytest.LogCaptureFixture, back
     assert re.search(r"sleep \(call 1\)\. Not answered by rank 0 \(.*pid \d+, .*\): running it for 0\.\d s\.$", said[0])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", ["uni", "mp"])
 def test_declared_long_calls_and_idleness_are_silent(
     make: Make, caplog: pytest.LogCaptureFixture, backend: str
@@ -119,6 +120,7 @@ def test_a_health_check_has_a_deadline(make: Make) -> None:
     executor.check_health()
 
 
+@pytest.mark.alone
 def test_an_idle_executor_costs_nothing(executor: Executor) -> None:
     executor.collective_rpc("echo", non_block=True).result()
     time.sleep(1.3)  # the keeper goes on patrol for a second

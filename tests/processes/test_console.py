@@ -43,6 +43,7 @@ def writer() -> Iterator[Callable[[int], ConsoleWriter]]:
         one.close()
 
 
+@pytest.mark.alone
 def test_a_full_pipe_is_waited_for_once_and_lost_lines_are_counted(
     pipe: tuple[int, int], writer: Callable[[int], ConsoleWriter]
 ) -> None:
@@ -114,6 +115,7 @@ def test_sockets(kind: int, writer: Callable[[int], ConsoleWriter]) -> None:
         assert ours.getblocking()
 
 
+@pytest.mark.alone
 def test_a_terminal_that_is_stopped(writer: Callable[[int], ConsoleWriter]) -> None:
     master, terminal = pty.openpty()
     try:

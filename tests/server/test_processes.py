@@ -53,6 +53,7 @@ def block(server: Serve) -> str:
     return parts[1]
 
 
+@pytest.mark.alone
 def test_a_life(serve: Callable[..., Serve], tiny: Path) -> None:
     server = serve()
     status, state = server.request("GET", "/startupz")

@@ -52,6 +52,7 @@ async def test_health_through_the_life_of_a_server(folder: Path) -> None:
         assert "SIGKILL" in state["message"]
 
 
+@pytest.mark.alone
 async def test_seconds_in_phase_ignore_percentages(folder: Path) -> None:
     engine = ScriptedEngine()
     phases = ["load_model 10%"]

@@ -423,6 +423,7 @@ def test_words_of_two_writers_share_no_cache_line() -> None:
     assert layout.control_bytes % PAGE == layout.data_bytes % PAGE == 0
 
 
+@pytest.mark.alone
 def test_nothing_has_a_name() -> None:
     before = sorted(Path("/dev/shm").iterdir())
     with ends(10) as e:

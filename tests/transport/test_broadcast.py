@@ -303,6 +303,7 @@ def test_an_executed_process_attaches_and_imports_nothing_heavy() -> None:
             program.wait()
 
 
+@pytest.mark.alone
 def test_nothing_has_a_name() -> None:
     def idle(p: Pair, i: int) -> None:
         me, _, _ = p.worker_ends(i)

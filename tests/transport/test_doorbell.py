@@ -293,6 +293,7 @@ def test_a_handler_that_only_notes_is_enough_and_one_that_raises_ends_the_wait()
     waiter.close()
 
 
+@pytest.mark.alone
 def test_deadlines_hold_under_signals_all_the_time() -> None:
     """What is left is computed anew after each EINTR: neither longer nor shorter, and every handler runs."""
     waiter = Waiter.create()
@@ -559,6 +560,7 @@ def test_fences_of_other_machines_run_here_too(machine: str) -> None:
     assert (full is fences_of("aarch64")[0]) == (machine != "ppc64le")  # where locks prove nothing: a system call
 
 
+@pytest.mark.alone
 def test_an_idle_waiter_costs_nothing() -> None:
     waiter = Waiter.create()
 

@@ -56,6 +56,7 @@ def test_without_a_futex_rings_are_seen_soon_and_deadlines_hold() -> None:
     waiter.close()
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("no_futex")
 def test_without_a_futex_waiting_costs_little() -> None:
     waiter = Waiter.create()

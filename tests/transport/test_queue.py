@@ -227,6 +227,7 @@ def test_a_reader_that_closes_is_known_at_once(local: int, remote: int) -> None:
             reader.close()
 
 
+@pytest.mark.alone
 def test_kill_of_a_reader_with_the_ring_full_is_known_within_100_ms() -> None:
     with MessageQueue(2, slot_bytes=64, slots=2) as queue, children() as start:
         attached_read, attached_write = os.pipe()
@@ -256,6 +257,7 @@ def test_kill_of_a_reader_with_the_ring_full_is_known_within_100_ms() -> None:
         other.kill()
 
 
+@pytest.mark.alone
 def test_kill_of_the_writer_wakes_sleeping_readers_within_100_ms() -> None:
     """Also where a reader was forked from the writer and so has copies of its descriptors."""
     report_read, report_write = os.pipe()

@@ -272,6 +272,7 @@ def serve_reader(handle: RemoteHandle, back: int) -> None:
             os.write(back, bytes(message.data))
 
 
+@pytest.mark.alone
 def test_a_reader_that_is_stopped_goes_on_where_it_was_and_one_that_is_killed_is_gone() -> None:
     back, write_end = os.pipe()
     with pair(connect=False, heartbeat_s=0.1, reconnect_s=2.0) as p, children() as start:
@@ -563,6 +564,7 @@ def idle_reader(handle: RemoteHandle, out: int, seconds: float) -> None:
     reader.close()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("seconds", "most_s"), [(4.0, 0.006), pytest.param(20.0, 0.010, marks=pytest.mark.soak)], ids=["short", "whole"]
 )
