@@ -113,7 +113,11 @@ def test_an_aggregator_that_calls_its_executor_is_told(executor: Executor) -> No
     assert len(executor.collective_rpc("echo")) == executor.world_size
 
 
-def test_shutdown_while_an_aggregator_does_not_return(make: Callable[..., Executor], backend: str) -> None:
+def test_shutdown_while_an_aggregator_does_not_return(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Executor], backend: str
+) -> None:
+    for module in ("calls", "mp", "uni"):
+        monkeypatch.setattr(f"drumline.executor.{module}.CLOSE_WAIT_S", 0.2)
     executor = make(backend, 1 if backend == "uni" else 2)
     entered, leave = threading.Event(), threading.Event()
 
