@@ -64,7 +64,9 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP_ENV) $(BIN)/python -m pip install -q -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
+# The kernels first: on a fresh checkout each of the servers that start meanwhile would compile them too.
 test: dev
+	$(BIN)/python -c 'import drumline.model.kernels.ready'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) -n $(JOBS) --dist loadfile -m 'not matrix and not chaos and not bench and not soak and not fuzz' $(PYTEST_ARGS)
 
 test-floor: dev
