@@ -125,6 +125,7 @@ def test_stages_work_at_the_same_time(served: Engine):
     assert together > steps / 2, (together, steps)
 
 
+@pytest.mark.alone
 def test_idle_stages_sleep_and_listen_nowhere(served: Engine):
     """No gloo: no listener, no thread of its own, no wakes."""
     served.run(served.until_idle())
