@@ -16,6 +16,8 @@ from drumline.transport import BroadcastQueue, DeathWatch, Doorbell, Waiter
 
 from .procs import children
 
+pytestmark = pytest.mark.alone
+
 WITHIN_S = 0.1
 N = 3
 

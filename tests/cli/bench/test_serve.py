@@ -169,6 +169,7 @@ async def test_errors_by_kind(run: Bench, capsys: pytest.CaptureFixture[str]) ->
     assert "2 x HTTP 429: too many" in capsys.readouterr().out
 
 
+@pytest.mark.alone
 async def test_times_are_those_of_the_server(run: Bench) -> None:
     """First token after 100 ms, then an event of two tokens each 40 ms; all in one chunk would be 0."""
     event = b'data: {"choices": [{"text": "ab", "token_ids": [7, 8]}]}\n\n'
@@ -203,6 +204,7 @@ async def test_concurrency_is_kept_and_used(run: Bench) -> None:
         assert "mean_late_ms" not in found
 
 
+@pytest.mark.alone
 async def test_rate(run: Bench) -> None:
     async with raw_server(streams(4)) as server:
         argv = f"{server.url} --num-prompts 30 --request-rate 100 --seed 3 --random-output-len 4 --save-detailed"
