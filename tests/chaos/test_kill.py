@@ -14,6 +14,8 @@ from drumline.errors import ExitCode
 from tests.chaos.conftest import figures
 from tests.chaos.tree import ALL, PHASES, Tree, code_of
 
+pytestmark = pytest.mark.alone
+
 IN_MAKE_TEST = {
     ("starting", "APIServer_0"),
     ("idle", "APIServer_0"),

@@ -60,6 +60,7 @@ def test_workers_that_are_stuck_in_their_end(tree: Callable[..., Tree]) -> None:
     check_end(run, "(ladder)", ExitCode.INTERRUPTED, 10.0)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("phase", "victim"),
     [
