@@ -349,6 +349,7 @@ def _echo(q: Queue, up: Queue, index: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.alone
 def test_no_size_costs_out_of_proportion(n: int) -> None:
     """Round trips of growing buffers, geometry of an executor: where the way changes no step larger than twice the
     ratio of the sizes, and no cliff past the arena. Least of several, since the machine does other things too."""
