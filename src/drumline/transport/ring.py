@@ -175,8 +175,8 @@ class RingWriter:
         if buffers:
             return self._try_write_buffers(parts, kind, buffers, due)
         if len(parts) == 1:
-            (part,) = parts
-            length = part.nbytes if type(part) is memoryview else len(part)
+            part = parts[0]
+            length = len(part) if type(part) is bytes else flat(part).nbytes
         else:
             length = bytes_of(parts)
         if length > self._one_slot:

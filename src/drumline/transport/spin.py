@@ -8,7 +8,8 @@ What it learns: medians of the last few values, and how far these are off, of th
 of the time from the beginning of a wait to the arrival. Whoever sends at a steady pace makes the first the better
 guess, whoever sends as an answer to us the second. The third guess is what the sender says
 (:meth:`SpinPredictor.expect`), who knows his own pace best (:class:`Pace`): no wake-up is in his times. The guess that
-is off least is used; two regular gaps are enough for each. An arrival that was slept through is taken for as much earlier as sleeps end late here.
+is off least is used; two regular gaps are enough for each. An arrival that was slept through is taken for as much
+earlier as sleeps end late here.
 
 **Three ways to wait**: `short` (the arrival is expected within 100 us: watch at once), `nap` (sleep until shortly
 before, then watch), and `sleep` (no watching: the guess is too vague, the pause too long, or the budget spent).
