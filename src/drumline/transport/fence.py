@@ -89,7 +89,7 @@ def _call_fence(number: int) -> Callable[[], None]:
 
 
 def no_order() -> None:
-    """``order`` of machines that need none. Who is in a hurry asks ``if order is not no_order`` and does not call it."""
+    """``order`` of machines that need none. Who is in a hurry asks ``if order is not no_order`` and makes no call."""
 
 
 def fences_of(machine: str) -> tuple[Callable[[], None], Callable[[], None]]:
