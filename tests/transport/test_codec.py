@@ -6,6 +6,7 @@ import copyreg
 import dataclasses
 import functools
 import gc
+import math
 import pickle
 import random
 import subprocess
@@ -351,6 +352,17 @@ def test_a_pickler_that_is_used_again_remembers_nothing() -> None:
     del obj, watched
     gc.collect()
     assert alive() is None
+
+
+class Number(int):
+    pass
+
+
+@pytest.mark.parametrize("obj", [None, True, 0, -1, 2**70, 1.5, -0.0, math.inf, Number(3), [None, 1]], ids=repr)
+def test_scalars_and_what_looks_like_them(obj: Any) -> None:
+    for found in (round_trip(obj), round_trip(obj, inline=False)):
+        assert type(found) is type(obj)
+        assert repr(found) == repr(obj)
 
 
 @pytest.mark.parametrize("size", [0, 1, 300, 20_000, (1 << 18) - 1, 1 << 18])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import signal
@@ -453,6 +454,28 @@ def test_watching_sees_a_ring(nap_ns: int) -> None:
     thread.join()
     assert predictor.seen == [True]
     assert waiter.lost_wakes == 0
+    waiter.close()
+
+
+def test_naps_end_on_time() -> None:
+    """In whatever thread; one that takes none keeps its slack."""
+    waiter = Waiter.create()
+    waiter.predictor = Watch(500_000, 1)
+    slack: list[int] = []
+
+    libc = ctypes.CDLL(None)
+
+    def note(naps: bool) -> None:
+        libc.prctl(29, ctypes.c_ulong(50_000), 0, 0, 0)  # PR_SET_TIMERSLACK: threads inherit it
+        if naps:
+            waiter.wait(lambda: None, time.monotonic() + 0.002)
+        slack.append(libc.prctl(30, 0, 0, 0, 0))  # PR_GET_TIMERSLACK
+
+    for naps in (False, True, True):
+        thread = threading.Thread(target=note, args=(naps,))
+        thread.start()
+        thread.join(10)
+    assert slack == [50_000, 1000, 1000]
     waiter.close()
 
 

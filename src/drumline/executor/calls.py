@@ -164,16 +164,7 @@ class CallTable:
             if self._closed is not None or self._late:
                 self._check_open()
             call_id = self._next_id
-            call = Call(
-                self,
-                call_id,
-                method,
-                ranks,
-                single=single,
-                deadline=deadline,
-                aggregators=aggregators,
-                expected_s=expected_s,
-            )
+            call = Call(self, call_id, method, ranks, single, deadline, aggregators, expected_s)
             self._next_id = call_id + 1
             self._names[call_id % NAMES] = method
             self._open[call_id] = call

@@ -83,7 +83,6 @@ class Call:
         call_id: int,
         method: str,
         ranks: Sequence[int],
-        *,
         single: bool,
         deadline: float | None,
         aggregators: Sequence[Aggregator],

@@ -37,6 +37,7 @@ from drumline.transport.ring import Message, Part, Pieces, RingLayout, RingReade
 from drumline.transport.spin import Pace
 from drumline.transport.waiter import Waiter
 
+SMALL = 8192
 PATIENCE_S = 0.05
 """How long a large message waits for room in the arena before it goes through the ring."""
 
@@ -103,8 +104,9 @@ class QueueWriter:
         self._bells = tuple(bells)
         self._largest = largest
         most = ring.layout.largest_message // 4
-        self._small = most if largest is None else min(most, largest)
-        """Bytes of a message, without buffers, that goes straight into the ring."""
+        self.small = SMALL if largest is None else min(SMALL, most, largest)
+        """Bytes up to which a message without buffers may go straight to :meth:`try_write`: it is not too large, and so
+        small that no other way is better."""
         self._patience_s = PATIENCE_S
         self._pace = Pace() if any(bell.roomy for bell in self._bells) else None
         """Tells readers that watch when the next message is due."""
@@ -142,7 +144,7 @@ class QueueWriter:
         MessageTooLargeError for more than :attr:`largest_message` bytes.
         """
         if self._largest is not None and (
-            buffers or len(parts) != 1 or type(parts[0]) is not bytes or len(parts[0]) > self._small
+            buffers or len(parts) != 1 or type(parts[0]) is not bytes or len(parts[0]) > self.small
         ):
             size = bytes_of(parts) + (bytes_of(buffers) if buffers else 0)
             if size > self._largest:

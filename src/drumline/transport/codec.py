@@ -14,6 +14,8 @@ Kinds:
 * 2: kind 0 or 1 whose ``buffers`` were put into ``data`` too, for channels that carry nothing but bytes
   (:meth:`CodecRegistry.encode_inline`).
 * 3: ``bytes`` of less than 256 KiB as they are.
+* 4: None, bool, int and float by marshal, which does in a tenth of the time what pickle does. (Not what holds other
+  objects: marshal takes everything that has a buffer for bytes.)
 * 16 to 255: registered codecs. Both ends register the same kind for the same class.
 
 **Buffers.** What pickle would copy is taken out of it. A numpy array or torch CPU tensor is rebuilt over the buffer
@@ -56,6 +58,7 @@ import collections
 import copyreg
 import functools
 import importlib
+import marshal
 import pickle
 import struct
 import sys
@@ -72,6 +75,7 @@ PICKLE = 0
 PICKLE_BUFFERS = 1
 INLINED = 2
 BYTES = 3
+SCALAR = 4
 FIRST_CODEC = 16
 """First kind for registered codecs; smaller ones are this module's."""
 BUFFER_MIN = 1 << 14
@@ -83,7 +87,8 @@ Encoded = tuple[int, Sequence[Part], Sequence[memoryview]]
 _Encode = Callable[[Any], Sequence[Part]]
 _Decode = Callable[[memoryview], Any]
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, type)
-_DATA = frozenset({dict, list, tuple, str, int, type(None)})
+_DATA = frozenset({dict, list, tuple, str})
+_SCALARS = frozenset({int, float, bool, type(None)})
 _HEAD = struct.Struct("=II")
 _INLINED_HEAD = struct.Struct("=BI")
 _PIECE_MIN = 1 << 18
@@ -100,7 +105,7 @@ class CodecRegistry:
 
     def __init__(self) -> None:
         self._encoders: dict[type, tuple[int, _Encode]] = {}
-        self._decoders: dict[int, _Decode] = {PICKLE: pickle.loads, BYTES: bytes}
+        self._decoders: dict[int, _Decode] = {PICKLE: pickle.loads, BYTES: bytes, SCALAR: marshal.loads}
 
     def register(self, kind: int, cls: type, encode: _Encode, decode: _Decode) -> None:
         """Use these two for objects whose class is ``cls``. ``decode`` gets a memoryview and must not keep it."""
@@ -126,6 +131,8 @@ class CodecRegistry:
         found = self._encoders.get(type(obj))
         if found is not None:
             return found[0], found[1](obj), ()
+        if type(obj) in _SCALARS:
+            return SCALAR, (marshal.dumps(obj),), ()
         if type(obj) is bytes and len(obj) < _PIECE_MIN:
             return BYTES, (obj,), ()
         return _encode_pickle(obj)

@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from drumline.errors import ChannelClosedError, ConfigError, QueueTimeoutError, RPCTimeoutError
@@ -117,8 +118,10 @@ class _LocalEnd:
     def write(self, encoded: Encoded, deadline: float | None, alive: Callable[[], None]) -> None:
         kind, parts, buffers = encoded
         writer = self._writer
-        writer.enqueue(parts, self._waiter, deadline, alive, kind, buffers)
-        self._written.append((writer.written, time.monotonic()))
+        small = not buffers and len(parts) == 1 and type(parts[0]) is bytes and len(parts[0]) <= writer.small
+        if not small or not writer.try_write(parts, kind):
+            writer.enqueue(parts, self._waiter, deadline, alive, kind, buffers)
+        self._written.append((writer.written, monotonic()))
 
     def laggards(self) -> list[str]:
         now = time.monotonic()
@@ -204,7 +207,7 @@ class MessageQueue:
         if remote_readers and not host:
             raise ConfigError("remote readers need host: the address of this machine that they connect to")
         self.name = name
-        self._codec = codec or CodecRegistry()
+        self._encode = (codec or CodecRegistry()).encode
         self._turn = threading.Lock()
         self._maker = os.getpid()
         self._closed = False
@@ -269,8 +272,9 @@ class MessageQueue:
         Whatever pickling raises for what cannot be sent.
         """
         deadline = None if timeout is None else deadline_after(timeout)
-        encoded = self._codec.encode(obj)
-        self._check()
+        encoded = self._encode(obj)
+        if self._closed or self._watch.over or self._remote is not None:
+            self._check()
         turn = self._turn
         if not turn.acquire(False):  # no keywords, and no time where none is needed: a fifth of what it takes with them
             left = -1 if deadline is None else max(0.0, deadline - time.monotonic())

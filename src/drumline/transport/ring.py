@@ -63,7 +63,7 @@ from zlib import adler32
 
 from drumline.errors import MessageTooLargeError, TransportError
 from drumline.transport.arena import LEAST_BYTES, ArenaReader, ArenaWriter, Block
-from drumline.transport.fence import fence, order
+from drumline.transport.fence import fence, no_order, order
 from drumline.transport.records import (
     CHUNK,
     COUNT,
@@ -175,8 +175,8 @@ class RingWriter:
         if buffers:
             return self._try_write_buffers(parts, kind, buffers, due)
         if len(parts) == 1:
-            (part,) = parts
-            length = part.nbytes if type(part) is memoryview else len(part)
+            part = parts[0]
+            length = len(part) if type(part) is bytes else flat(part).nbytes
         else:
             length = bytes_of(parts)
         if length > self._one_slot:
@@ -205,7 +205,8 @@ class RingWriter:
         place += 1
         self._place = place if place < self._slots else 0
         self._written = written = (written + 1) & MASK
-        order()
+        if order is not no_order:
+            order()
         self._words[WRITTEN] = written
         return True
 
@@ -531,7 +532,8 @@ class RingReader:
         if self._words[WRITTEN] == read:
             return None
         if self._current is None:
-            order()
+            if order is not no_order:
+                order()
             data = self._data
             place = self._place
             at = place * self._slot_bytes
@@ -555,7 +557,8 @@ class RingReader:
                         self._place = place if place < self._slots else 0
                         self._read = read = (read + 1) & MASK
                         words = self._words
-                        order()
+                        if order is not no_order:
+                            order()
                         words[self._word] = read
                         fence()
                         if words[WANTED] and self._on_wanted is not None:

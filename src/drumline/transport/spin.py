@@ -8,7 +8,8 @@ What it learns: medians of the last few values, and how far these are off, of th
 of the time from the beginning of a wait to the arrival. Whoever sends at a steady pace makes the first the better
 guess, whoever sends as an answer to us the second. The third guess is what the sender says
 (:meth:`SpinPredictor.expect`), who knows his own pace best (:class:`Pace`): no wake-up is in his times. The guess that
-is off least is used; two regular gaps are enough for each. An arrival that was slept through is taken for as much earlier as sleeps end late here.
+is off least is used; two regular gaps are enough for each. An arrival that was slept through is taken for as much
+earlier as sleeps end late here.
 
 **Three ways to wait**: `short` (the arrival is expected within 100 us: watch at once), `nap` (sleep until shortly
 before, then watch), and `sleep` (no watching: the guess is too vague, the pause too long, or the budget spent).
@@ -154,7 +155,7 @@ class SpinPredictor:
             self._skip -= 1
             return 0, 0
         if self._quick < SHORT_NS:
-            return 0, start + int(min(self._savings, SHORT_NS))
+            return 0, start + int(min(self._savings, 2 * SHORT_NS))
         return self._plan_nap(start)
 
     def _plan_nap(self, start: int) -> tuple[int, int]:
@@ -165,9 +166,9 @@ class SpinPredictor:
         if 2 * side > self._savings:
             return 0, 0
         nap = int(due - side - self._late)
-        if nap < start + self._late and due - start < self._savings:
-            nap = 0  # too short for a sleep
-        return (nap if nap > start else 0), int(due + side)
+        if nap > start and (nap > start + self._late or due - start > self._savings):
+            return nap, int(due + side)
+        return 0, int(due + max(side, (due - start) / 2))  # too short for a sleep; a little late is not in vain
 
     def _guess(self, start: int) -> tuple[float, float]:
         """When the next message is due, and how far off that may be."""

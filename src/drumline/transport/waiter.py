@@ -15,6 +15,8 @@ left until the deadline is computed anew each time. A signal that arrives in the
 the system call is only handled at the next wake, at most 5 s later; who cannot have that sets ``signal.set_wakeup_fd``
 and lets the thread that watches it ring.
 
+Naps end on time: the thread that takes them gives up its timer slack, 50 us by default.
+
 Watching: before it sleeps for good, a waiter may watch the word for a while when a message is due; :mod:`spin` decides,
 from what it has seen and from what the sender says (:meth:`Waiter.expect`). After a watch in vain everything is looked
 at once more, since a signal handler may have run. Where there are no more cores than processes that compute, nobody
@@ -28,12 +30,14 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from threading import get_ident
 from typing import TypeVar
 
 from drumline.errors import ChannelClosedError
 from drumline.platforms import host
 from drumline.transport.doorbell import DOORBELL_BYTES, OWNER_RINGER, Doorbell
-from drumline.transport.fence import order
+from drumline.transport.fence import no_order, order
+from drumline.transport.futex import sharpen_sleeps
 from drumline.transport.memory import SharedMemory
 from drumline.transport.spin import SpinPredictor, from_due
 
@@ -75,6 +79,7 @@ class Waiter:
         self._bell = Doorbell(memory, OWNER_RINGER)
         self._closed = False
         self._watching = threading.Lock()
+        self._napper = 0
         self.predictor: SpinPredictor | None = None
         """Decides about watching; None where cores are few. See :mod:`spin`."""
         self._count_cores()
@@ -148,7 +153,8 @@ class Waiter:
                 seen = words[0]
             except ValueError:
                 raise ChannelClosedError("this waiter is closed") from None
-            order()
+            if order is not no_order:
+                order()
             if start:
                 now = time.perf_counter_ns()
             result = check()
@@ -180,6 +186,9 @@ class Waiter:
             if not watch_until:
                 return False
             if nap_until:
+                if self._napper != get_ident():
+                    self._napper = get_ident()
+                    sharpen_sleeps()
                 self._bell.wait(seen, min(left, (nap_until - start) / 1e9))
                 now = time.perf_counter_ns()
                 if now >= nap_until:
