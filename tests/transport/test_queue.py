@@ -25,6 +25,7 @@ import pytest
 
 from drumline.errors import ChannelClosedError, ConfigError, MessageTooLargeError, QueueTimeoutError, TransportError
 from drumline.transport import CodecRegistry, MessageQueue, ProcessDeath, QueueHandle, QueueReader, RemoteOptions
+from drumline.transport.links import attach_link, link_pair
 
 from .procs import Child, children
 
@@ -601,3 +602,21 @@ def test_no_thread_and_no_descriptor_is_left() -> None:
     gc.collect()
     assert open_descriptors() == before
     assert not [t for t in threading.enumerate() if "drumline" in t.name]
+
+
+@pytest.mark.parametrize("first", ["writer", "reader"])
+def test_a_close_is_known_as_such_also_by_who_was_not_heard(first: str) -> None:
+    """Who closes may not have read what the other side said last: the kernel tells that (ECONNRESET) before the news of
+    the close."""
+    ours, theirs = link_pair("a reader")
+    other = attach_link(theirs.detach(), "a writer")
+    closing, staying = (ours, other) if first == "writer" else (other, ours)
+    if first == "reader":
+        staying.greet()
+    closing.close()
+    try:
+        assert staying.look(())
+        assert staying.closed
+        assert "has closed its end" in staying.over
+    finally:
+        staying.close()

@@ -86,6 +86,9 @@ class Link:
                 data, fds, _, _ = socket.recv_fds(self._sock, 1 + _PID.size, 1)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                # It closed without having read all that we said. Told once, before what it said last.
+                continue
             except OSError:
                 data, fds = b"", []
             if data[:1] == _HELLO and fds and len(data) == 1 + _PID.size:
