@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from tokenizers import AddedToken, normalizers
 
 from drumline.engine.protocol import EngineRequest
 from drumline.errors import RequestError
@@ -69,6 +71,31 @@ def test_forms_of_a_prompt(builder: RequestBuilder, byte_level: Tokenizer, promp
 def test_prompts_that_cannot_work(builder: RequestBuilder, prompt: Any, problem: str) -> None:
     with pytest.raises(RequestError, match=problem):
         builder.prepare("r", prompt)
+
+
+def test_a_text_of_any_length_that_fits_is_taken(byte_level_path: Path) -> None:
+    """Characters are no measure of tokens: here a token has 300."""
+    tokenizer = Tokenizer.from_folder(byte_level_path)
+    tokenizer.backend.add_tokens([AddedToken("=" * 300, normalized=False)])
+    builder = RequestBuilder(tokenizer, max_model_len=64, vocab_size=tokenizer.vocab_size)
+    for count in (1, 20, 63):
+        prepared = builder.prepare("r", "=" * 300 * count, SamplingParams(max_tokens=None))
+        assert len(prepared.prompt_token_ids) == count
+    with pytest.raises(RequestError, match=r"19200 characters; .* however they are divided, these are more") as caught:
+        builder.prepare("r", "=" * 300 * 64)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(RequestError, match=r"19500 characters; .* more than 16384 characters are not tokenised"):
+        builder.check_text("=" * 300 * 65, cut=True)
+
+
+def test_of_other_tokenizers_long_texts_are_not_tokenised(byte_level_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(byte_level_path)
+    tokenizer.backend.normalizer = normalizers.Strip()
+    assert tokenizer.fewest_tokens is None
+    builder = RequestBuilder(tokenizer, max_model_len=64, vocab_size=tokenizer.vocab_size)
+    assert builder.prepare("r", "fox" + " " * 64 * 250).prompt_token_ids == tokenizer.encode("fox")
+    with pytest.raises(RequestError, match="more than 16384 characters are not tokenised"):
+        builder.prepare("r", "fox" + " " * 64 * 256)
 
 
 def test_longest_prompt_leaves_one_token(builder: RequestBuilder) -> None:

@@ -39,9 +39,10 @@ from drumline.llm.options import options_of, tokenizer_loader
 from drumline.plan.sampling import RequestOutputKind, SamplingParams
 from drumline.text.requests import PreparedRequest, Prompt
 from drumline.text.results import CompletionOutput, OutputAssembler, RequestOutput
+from drumline.text.tokenizer import SHORT_CHARS
 
-INLINE_CHARS = 20_000
-"""Texts up to this length are tokenised on the loop (about a millisecond), longer ones in a thread."""
+INLINE_CHARS = SHORT_CHARS
+"""Texts up to this length are tokenised on the loop, longer ones in a thread."""
 AT_ONCE = 64
 """Tokens that are taken together where only the end is wanted."""
 

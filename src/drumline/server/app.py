@@ -40,7 +40,7 @@ from drumline.server.http import ClientGoneError, EventStream, json_response, re
 from drumline.server.logprobs import Spelling
 from drumline.server.metrics import CONTENT_TYPE
 from drumline.server.openapi import openapi
-from drumline.server.prompts import Prepared, TextRoom, in_thread_if_large
+from drumline.server.prompts import Prepared, TextRoom
 from drumline.server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -229,7 +229,7 @@ async def _generate(
     body, size = await read_json(request, kind)
     model = _check_model(service, body)
     name = f"{prefix}-{uuid.uuid4().hex}"
-    prepared = await in_thread_if_large(size, lambda: prepare(text, body, name))
+    prepared = await text.prepared(size, lambda: prepare(text, body, name))
     # Reading and preparing take time: it may all be over by now.
     service.require_ready()
     generation = Generation(
@@ -271,7 +271,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     _, text = service.require_ready()
     body, size = await read_json(request, TokenizeRequest)
     _check_model(service, body)
-    return json_response(await in_thread_if_large(size, lambda: text.tokenize(body)))
+    return json_response(await text.prepared(size, lambda: text.tokenize(body)))
 
 
 async def detokenize(service: Service, request: Request) -> Response:
@@ -279,7 +279,7 @@ async def detokenize(service: Service, request: Request) -> Response:
     _, text = service.require_ready()
     body, size = await read_json(request, DetokenizeRequest)
     _check_model(service, body)
-    return json_response(await in_thread_if_large(size, lambda: text.detokenize(body)))
+    return json_response(await text.prepared(size, lambda: text.detokenize(body)))
 
 
 def _models(service: Service) -> list[Model]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -31,6 +32,10 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 32 << 20
 """A prompt of a million tokens given as ids is about 8 MB."""
+MAX_CONTAINERS = 1 << 17
+"""Lists and objects of one body: ten million, which is what fits into it, take seconds in which nobody is served."""
+SLICE_BYTES = 1 << 18
+"""Of a body, looked at together."""
 LAST_WORD_S = 0.5
 """How long a client that does not read may delay the end of its stream."""
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -52,10 +57,33 @@ async def read_json(request: Request, type: type[T]) -> tuple[T, int]:
             code="unsupported_media_type",
         )
     body = await _read_body(request)
+    if await _has_too_many_lists(body):
+        raise bad_request(f"The body has more than {MAX_CONTAINERS} lists and objects in it.")
     try:
         return msgspec.json.decode(body, type=type), len(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as e:
         raise decode_error(e, body) from None
+
+
+_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+
+async def _has_too_many_lists(body: bytes) -> bool:
+    """There are more than MAX_CONTAINERS lists and objects outside of texts. Others have their turn between slices."""
+    if body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:
+        return False
+    found, at, inside = 0, 0, b""
+    while at < len(body):
+        end = at + SLICE_BYTES
+        while body[end - 1 : end] == b"\\":  # what it escapes belongs to it
+            end += 1
+        outside, inside, _ = _TEXT.sub(b"", inside + body[at:end]).partition(b'"')  # a text that goes on
+        found += outside.count(b"[") + outside.count(b"{")
+        if found > MAX_CONTAINERS:
+            return True
+        at = end
+        await asyncio.sleep(0)
+    return False
 
 
 async def _read_body(request: Request) -> bytes:

@@ -16,6 +16,7 @@ from drumline.config import EngineConfig
 from drumline.engine.protocol import EngineInfo
 from drumline.errors import RequestError, shown
 from drumline.plan.sampling import SamplingParams
+from drumline.platforms import host
 from drumline.server.errors import ApiError, bad_request
 from drumline.server.http import whole_number
 from drumline.server.schema import (
@@ -30,7 +31,7 @@ from drumline.server.schema import (
 )
 from drumline.text.chat import normalize_messages
 from drumline.text.requests import TOO_LONG, PreparedRequest, RequestBuilder
-from drumline.text.tokenizer import Tokenizer, read_eos_token_ids, read_sampling_defaults
+from drumline.text.tokenizer import SHORT_CHARS, Tokenizer, read_eos_token_ids, read_sampling_defaults
 
 T = TypeVar("T")
 
@@ -44,10 +45,11 @@ MAX_STOP_CHARS = 65_536
 """Of all stop texts of a request together: each is prepared for looking it up in a stream, while all streams wait."""
 MAX_PROMPT_LOGPROBS = 500_000
 """Log-probabilities of prompt tokens in one answer, some 36 MB of JSON."""
-MAX_DETOKENIZED = 1_000_000
-"""Ids that can be turned into text at once."""
-LARGE_BODY_BYTES = 32768
-"""Bodies above this are tokenised in a thread, so that the streams of others go on meanwhile."""
+MAX_TOKENS = 1_000_000
+"""Ids that can be turned into text, or be made of one, at once, unless the model takes more."""
+LARGE_BODY_BYTES = SHORT_CHARS
+"""Bodies from this size on are tokenised in a thread, so that the streams of others go on meanwhile: 32 KiB of digits
+would hold them up for 40 ms."""
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 
@@ -67,6 +69,7 @@ class TextFiles:
         tokenizer = None
         if not model.skip_tokenizer_init:
             tokenizer = Tokenizer.from_folder(model.tokenizer or model.path, model.chat_template)
+            _ = tokenizer.fewest_tokens  # now, not with the first long prompt
         eos = read_eos_token_ids(model.path) or (tokenizer.eos_token_ids if tokenizer is not None else ())
         if tokenizer is not None:
             eos = tuple(dict.fromkeys([*tokenizer.eos_token_ids, *eos]))
@@ -97,6 +100,9 @@ class TextRoom:
         self.tokenizer = files.tokenizer
         self._policy = info.scheduling_policy
         self._defaults = files.defaults
+        self._most_tokens = max(MAX_TOKENS, info.max_model_len)
+        # More than one, so that a large text does not hold up all others; few, since the engine needs cores too.
+        self._turns = asyncio.Semaphore(max(2, host.cores() // 4))
         self._builder = RequestBuilder(
             files.tokenizer,
             max_model_len=info.max_model_len,
@@ -206,23 +212,46 @@ class TextRoom:
                 **(body.chat_template_kwargs or {}),
             )
         assert text is not None
-        self._builder.check_text(text)
-        ids = tokenizer.encode(text, add_special_tokens=special)
+        ids = self._many_tokens(text, special)
         names = [tokenizer.id_to_token(token) or "" for token in ids] if body.return_token_strs else None
         return Tokenized(count=len(ids), max_model_len=self._builder.max_model_len, tokens=ids, token_strs=names)
 
     def detokenize(self, body: DetokenizeRequest) -> Detokenized:
         """Text of token ids, special tokens included."""
         tokenizer = self._need_tokenizer("tokens")
-        if len(body.tokens) > MAX_DETOKENIZED:
+        if len(body.tokens) > self._most_tokens:
             raise bad_request(
-                f"At most {MAX_DETOKENIZED} tokens can be turned into text at once, not {len(body.tokens)}.", "tokens"
+                f"At most {self._most_tokens} tokens can be turned into text at once, not {len(body.tokens)}.", "tokens"
             )
         for token in body.tokens:
             if not 0 <= token < self._builder.vocab_size:
                 vocabulary = f"the model's vocabulary (0 to {self._builder.vocab_size - 1})"
                 raise bad_request(f"tokens: {shown(token)} is outside of {vocabulary}.", "tokens")
         return Detokenized(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False))
+
+    async def prepared(self, size: int, work: Callable[[], T]) -> T:
+        """Result of ``work``; for a body of many bytes from a thread, a few at a time."""
+        if size < LARGE_BODY_BYTES:
+            return work()
+        async with self._turns:
+            return await asyncio.to_thread(work)
+
+    def _many_tokens(self, text: str, special: bool) -> list[int]:
+        """Token ids of a text that may be longer than the model takes."""
+        tokenizer, most = self._need_tokenizer("prompt"), self._most_tokens
+        self._builder.check_text(text, cut=True)
+        bound = tokenizer.fewest_tokens
+        if bound is not None and bound.exceed(text, most):
+            raise bad_request(
+                f"prompt has more than {most} tokens, which cannot be dealt with at once.", "prompt", TOO_LONG
+            )
+        found = tokenizer.encoding(text, special)
+        if len(found) > most:
+            raise bad_request(
+                f"prompt has {len(found)} tokens; at most {most} can be dealt with at once.", "prompt", TOO_LONG
+            )
+        ids: list[int] = found.ids
+        return ids
 
     def _need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -285,8 +314,7 @@ class TextRoom:
                 "truncate_prompt_tokens",
             )
         if isinstance(prompt, str):
-            self._builder.check_text(prompt)
-            prompt = self._need_tokenizer("prompt").encode(prompt, add_special_tokens=add_special_tokens)
+            prompt = self._many_tokens(prompt, add_special_tokens)
         most = limit if most == -1 else most
         return prompt[:most] if side == "right" else prompt[-most:]
 
@@ -398,8 +426,3 @@ def _refuse(body: SamplingFields | TokenizeRequest) -> None:
         shown = msgspec.json.encode(value)[:60].decode(errors="replace")
         hint = f" Leave it out or at {msgspec.json.encode(harmless[0]).decode()}." if harmless else " Leave it out."
         raise ApiError(400, f"{name} = {shown} is not supported.{hint}", param=name, code="unsupported_parameter")
-
-
-async def in_thread_if_large(size: int, work: Callable[[], T]) -> T:
-    """Result of ``work``; for a body of many bytes from a thread."""
-    return work() if size < LARGE_BODY_BYTES else await asyncio.to_thread(work)

@@ -70,6 +70,8 @@ def _serve(config: EngineConfig, server: ServerConfig) -> int:
     signals = EarlySignals()
     sockets = bind(server.host, server.port)
     try:
+        # Tokenising runs in threads of ours; the library's own would only be more.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         set_title(api_server_name())
         _configure_logging(config.process.log_level)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

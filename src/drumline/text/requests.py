@@ -27,6 +27,11 @@ MAX_BAD_WORDS = 128
 """Most token sequences that the bad words of one request may come to."""
 MAX_BAD_WORDS_TOKENS = 1024
 """Most tokens in them."""
+MAX_CHARS = 256
+"""Most characters for each token that a model takes, of texts that may have to be cut or whose tokens cannot be
+bounded."""
+CHEAP_CHARS = 4
+"""Texts of up to so many characters for each token are tokenised without further ado."""
 TOO_LONG = "context_length_exceeded"
 """OpenAI's code for what does not fit into the model's context; clients look for it."""
 _SEEDS = 2**64
@@ -164,15 +169,29 @@ class RequestBuilder:
             return text, self._encode(text, add_special_tokens), salt
         return text, self._check_ids(ids), salt
 
-    def check_text(self, text: str) -> None:
-        """RequestError for a text that cannot fit, before it is tokenised: tokenising 30 MB keeps the interpreter for a
-        minute. No vocabulary packs 256 characters into a token on average."""
-        if len(text) > self.max_model_len * 256:
-            raise RequestError(
-                f"The prompt has {len(text)} characters; this model takes at most {self.max_model_len} tokens.",
-                param="prompt",
-                code=TOO_LONG,
-            )
+    def check_text(self, text: str, *, cut: bool = False) -> None:
+        """RequestError for a text that cannot fit, before it is tokenised, which takes a second for a few megabytes.
+
+        Nothing that fits is refused, if the tokenizer is one of which that can be proven (``text.bounds``). Of others,
+        and where tokens are to be ``cut`` off, texts of more than ``MAX_CHARS`` characters for each token are.
+        """
+        if len(text) <= CHEAP_CHARS * self.max_model_len:
+            return
+        bound = None if cut or self.tokenizer is None else self.tokenizer.fewest_tokens
+        if bound is None:
+            if len(text) <= MAX_CHARS * self.max_model_len:
+                return
+            why = f"texts of more than {MAX_CHARS * self.max_model_len} characters are not tokenised"
+        elif bound.exceed(text, self.max_model_len - 1):
+            why = "however they are divided, these are more"
+        else:
+            return
+        raise RequestError(
+            f"The prompt has {len(text)} characters; this model takes at most {self.max_model_len} tokens, and {why}. "
+            "Shorten the prompt.",
+            param="prompt",
+            code=TOO_LONG,
+        )
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if self.tokenizer is None:
@@ -181,10 +200,11 @@ class RequestBuilder:
                 param="prompt",
             )
         self.check_text(text)
-        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        if not ids:
+        found = self.tokenizer.encoding(text, add_special_tokens)
+        if not len(found):
             raise RequestError("The prompt is empty.", param="prompt")
-        self._check_length(len(ids))
+        self._check_length(len(found))
+        ids: list[int] = found.ids
         self._check_range(ids)
         return ids
 

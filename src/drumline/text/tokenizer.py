@@ -11,19 +11,23 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import operator
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from drumline.errors import ConfigError, RequestError
+from drumline.text.bounds import FewestTokens
 from drumline.text.chat import ChatTemplate, load_chat_template
+from drumline.text.spelling import byte_table
 
 logger = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SHORT_CHARS = 4096
+"""Texts up to this length are tokenised in a millisecond or two. Longer ones belong into a thread."""
 _SAMPLING_DEFAULTS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -55,7 +59,7 @@ class Tokenizer:
         """All tokens that end an output."""
         self._templates = dict(templates or {})
         self._given_template = chat_template
-        self._byte_of = _byte_table(backend)
+        self._byte_of = byte_table(backend)
 
     @classmethod
     def from_folder(cls, path: str | Path, chat_template: str = "") -> Tokenizer:
@@ -137,17 +141,31 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``. Raises :class:`RequestError` for what is no text."""
+        return list(self.encoding(text, add_special_tokens).ids)
+
+    def encoding(self, text: str, add_special_tokens: bool = True) -> tokenizers.Encoding:
+        """The same before it is made a list, which takes its time: ``len()`` of it is the number of tokens."""
         if not isinstance(text, str):
             raise RequestError(f"A prompt must be a text, got {type(text).__name__}.", param="prompt")
         try:
-            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            if len(text) <= SHORT_CHARS or threading.current_thread() is threading.main_thread():
+                return self.backend.encode(text, add_special_tokens=add_special_tokens)
+            # The only call of the library that lets other threads run meanwhile. (In the main thread nobody waits, and
+            # it may start threads of its own.)
+            return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except (UnicodeError, TypeError) as error:
             raise RequestError("The prompt has a lone surrogate in it, which is no text.", param="prompt") from error
+
+    @functools.cached_property
+    def fewest_tokens(self) -> FewestTokens | None:
+        """How few tokens a text can have; None if that is not known. Takes a tenth of a second the first time."""
+        return FewestTokens.of(self.backend)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids outside of the vocabulary give nothing."""
         try:
-            return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            # Of a batch, so that other threads run meanwhile.
+            return self.backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         except (OverflowError, TypeError) as error:
             raise RequestError("Token ids must be integers that are not negative.", param="token_ids") from error
 
@@ -330,54 +348,3 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if files:
         templates = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     return templates
-
-
-# --------------------------------------------------------------------------------------------------- bytes of tokens
-
-
-def _byte_table(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """A function from a token's spelling to its bytes, as the tokenizer's decoder reads it."""
-    kinds = _decoder_kinds(backend)
-    if "ByteLevel" in kinds:
-        return _byte_level_bytes
-    marks = [step.get("replacement") or "▁" for step in kinds.values() if step.get("type") == "Metaspace"]
-    mark = "▁" if marks or "Replace" in kinds or "ByteFallback" in kinds else ""
-    prefix = kinds.get("WordPiece", {}).get("prefix") or ""
-    return functools.partial(_spelled_bytes, mark=(marks or [mark])[0], prefix=prefix, fallback="ByteFallback" in kinds)
-
-
-def _decoder_kinds(backend: tokenizers.Tokenizer) -> dict[str, dict[str, Any]]:
-    """Steps of the decoder by type."""
-    if backend.decoder is None:
-        return {}
-    state = json.loads(backend.decoder.__getstate__())
-    steps = state.get("decoders", [state])
-    return {step["type"]: step for step in steps}
-
-
-@functools.cache
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's spelling of bytes as printable characters."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in plain}
-    rest = [byte for byte in range(256) if byte not in set(plain)]
-    return table | {chr(256 + place): byte for place, byte in enumerate(rest)}
-
-
-def _byte_level_bytes(token: str) -> bytes:
-    table = _byte_of_char()
-    try:
-        return bytes(map(operator.getitem, [table] * len(token), token))
-    except KeyError:
-        return token.encode("utf-8")
-
-
-def _spelled_bytes(token: str, *, mark: str, prefix: str, fallback: bool) -> bytes:
-    if fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes([int(token[3:5], 16)])
-        except ValueError:
-            pass
-    if prefix:
-        token = token.removeprefix(prefix) if token.startswith(prefix) else f" {token}"
-    return (token.replace(mark, " ") if mark else token).encode("utf-8")
