@@ -1,4 +1,7 @@
-"""Ctrl-C (130) and SIGTERM (0) in every phase: nothing is left 5 s later, and nothing is said that was not asked."""
+"""Ctrl-C (130) and SIGTERM (0) in every phase: nothing is left 5 s later, and nothing is said that was not asked.
+
+SIGTERM lets running requests finish; here they have 1 s for it, and never manage.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from drumline.errors import ExitCode
 from tests.chaos.conftest import figures
 from tests.chaos.tree import PHASES, Tree
 
-SOON_S = {"starting": 2.0}
+SOON_S = {"starting": 2.0, "draining": 2.0}
 ALL_PHASES = (*PHASES, "stuck in its end")
 
 
@@ -42,7 +45,7 @@ def test_signal(tree: Callable[..., Tree], phase: str, number: int, code: int) -
     """In the phases of the end it is the second one, so it ends at once, and not well."""
     run = tree(phase)
     send(run, number)
-    second = phase in ("stopping", "stuck in its end")
+    second = phase in ("draining", "stopping", "stuck in its end")
     check_end(run, signal.Signals(number).name, ExitCode.INTERRUPTED if second else code, SOON_S.get(phase, 5.0))
 
 
@@ -64,7 +67,7 @@ def test_workers_that_are_stuck_in_their_end(tree: Callable[..., Tree]) -> None:
     ("phase", "victim"),
     [
         pytest.param(phase, victim, marks=() if (phase, victim) == ("mid-step", "Worker_1") else pytest.mark.chaos)
-        for phase in ("idle", "mid-step")
+        for phase in ("idle", "mid-step", "draining")
         for victim in ("Worker_1", "EngineCore_DP0", "ForkServer")
     ],
 )
@@ -73,3 +76,16 @@ def test_ctrl_c_with_a_stopped_process(tree: Callable[..., Tree], phase: str, vi
     os.kill(run.pids[victim], signal.SIGSTOP)
     send(run, signal.SIGINT)
     check_end(run, f"ctrl-C, stopped {victim}", ExitCode.INTERRUPTED)
+
+
+@pytest.mark.parametrize(
+    "victim", ["Worker_1", *(pytest.param(name, marks=pytest.mark.chaos) for name in ("EngineCore_DP0", "ForkServer"))]
+)
+def test_sigterm_with_a_stopped_process(tree: Callable[..., Tree], victim: str) -> None:
+    """What runs cannot finish: the limit of the drain (1 s here) comes first, then the ladder."""
+    run = tree("mid-step")
+    os.kill(run.pids[victim], signal.SIGSTOP)
+    send(run, signal.SIGTERM)
+    check_end(run, f"SIGTERM, stopped {victim}", ExitCode.OK, 6.0)
+    assert run.stream is not None
+    assert run.stream.end()["error"]["message"] == "The server is shutting down."

@@ -54,7 +54,7 @@ def block(server: Serve) -> str:
 
 
 def test_a_life(serve: Callable[..., Serve], tiny: Path) -> None:
-    server = serve()
+    server = serve("--shutdown-timeout", "0")
     status, state = server.request("GET", "/startupz")
     assert time.monotonic() - server.began < 2.0
     assert status == 503
