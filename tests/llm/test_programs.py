@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from drumline.errors import ExitCode
+
 from .conftest import SMALL
 
 TIMEOUT_S = 100
@@ -150,17 +152,41 @@ def test_command_line_and_the_death_of_a_process(model_path: Path) -> None:
                 llm.generate([[5], [6]], [SamplingParams(max_tokens=1), long], use_tqdm=Bar)
             except EngineDeadError as error:
                 said.append(str(error))
+                code = error.exit_code
         waited = time.monotonic() - Bar.killed
         print(json.dumps({{"said": said, "waited": waited, "pids": list(pids.values())[1:]}}))
+        sys.exit(code)
         """,
     )
     found = run([sys.executable, "-c", text])
-    assert found.returncode == 0, found.stderr
+    assert found.returncode == ExitCode.WORKER_DIED, found.stderr
     answer = last_json(found)
     assert len(answer["said"]) == 2
     assert all(victim in said and "SIGKILL" in said for said in answer["said"])
     assert answer["waited"] < 2
     wait_gone(answer["pids"])
+
+
+def test_a_start_that_fails(model_path: Path) -> None:
+    """What cannot work and what did not are told apart, by the exceptions and by the exit codes they stand for."""
+    text = program(
+        model_path,
+        """
+        from drumline import errors
+        codes = []
+        for options in ({"tensor_parallel_size": 100}, {"worker_cls": "tests.server.odd_workers:Broken"}):
+            try:
+                LLM(MODEL, **SMALL, **options)
+            except (errors.ConfigError, errors.StartupError) as error:
+                codes.append((int(error.exit_code), str(error)))
+        print(json.dumps(codes))
+        """,
+    )
+    found = run([sys.executable, "-c", text])
+    assert found.returncode == 0, found.stderr
+    (usage, _), (failed, said) = last_json(found)
+    assert (usage, failed) == (ExitCode.USAGE, ExitCode.START_FAILED)
+    assert "no such device here" in said
 
 
 def test_ctrl_c_during_the_start(model_path: Path) -> None:

@@ -162,19 +162,12 @@ def test_a_signal_during_the_start(serve: Callable[..., Serve], number: int, cod
 
 
 def test_a_start_that_fails(serve: Callable[..., Serve]) -> None:
-    server = serve("--worker-cls", "tests.server.test_processes:Broken")
+    server = serve("--worker-cls", "tests.server.odd_workers:Broken")
     assert server.end(90) == ExitCode.START_FAILED
     report = block(server)
     assert "Worker" in report
     assert "no such device here" in report
     assert server.text.count("no such device here") == report.count("no such device here")
-
-
-class Broken:
-    """A worker that cannot start."""
-
-    def __init__(self, context: Any) -> None:
-        raise RuntimeError("no such device here")
 
 
 def test_the_second_signal_ends_everything_at_once(serve: Callable[..., Serve]) -> None:

@@ -208,7 +208,7 @@ class Command:
             if not dead.done() and self._drains():
                 await drain(self._server, self.service, self._http, dead, console.say)
             if dead.done():
-                return Outcome(code=exit_code(dead.result()), failure=dead.result())
+                return Outcome(code=dead.result().exit_code, failure=dead.result())
             return self._signalled()
         finally:
             dead.cancel()
@@ -322,17 +322,6 @@ def default_name() -> str:
     from drumline.server.models import DEFAULT_NAME
 
     return DEFAULT_NAME
-
-
-def exit_code(failure: FailureReport) -> ExitCode:
-    """Exit code for a failure after the start."""
-    if failure.what == "hang":
-        return ExitCode.STALLED
-    if failure.what == "node lost":
-        return ExitCode.NODE_LOST
-    if failure.what == "exception" and failure.role.startswith("EngineCore"):
-        return ExitCode.INTERNAL
-    return ExitCode.WORKER_DIED
 
 
 def proportional_memory(pids: Iterable[int]) -> dict[int, int]:
