@@ -58,6 +58,33 @@ def test_signal_before_anything_runs(tree: Callable[..., Tree], number: int) -> 
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_at_every_moment_of_the_start(tree: Callable[..., Tree], number: int) -> None:
+    """Every 100 ms from the birth of the process (250 after two seconds) until it was ready before the signal came."""
+    code = ExitCode.INTERRUPTED if number == signal.SIGINT else ExitCode.OK
+    longest, ready = 0.0, 0
+    for moment in range(100):
+        run = tree("born")
+        time.sleep(moment / 10 if moment < 20 else 2 + (moment - 20) / 4)
+        ready += "Ready: http" in run.text
+        send(run, number)
+        began = time.monotonic()
+        longest = max(longest, run.seconds_to_end(began, 3.0))
+        # Before our first line runs, Python and the system have their way.
+        codes = (code,) if run.text or moment > 1 else (code, -number, 1)
+        assert run.process.returncode in codes, (moment, run.text)
+        assert moment == 0 or "Traceback" not in run.text, (moment, run.text)
+        assert "drumline failed" not in run.text
+        run.nothing_is_left()
+        run.close()
+        if ready == 2:
+            break
+    figures.append(("every moment", signal.Signals(number).name, None, longest))
+    assert ready == 2
+
+
+@pytest.mark.chaos
 def test_workers_that_are_stuck_in_their_end(tree: Callable[..., Tree]) -> None:
     run = tree("stuck in its end")
     check_end(run, "(ladder)", ExitCode.INTERRUPTED, 10.0)

@@ -216,6 +216,45 @@ def test_ctrl_c_during_the_start(model_path: Path) -> None:
     wait_gone([child.pid for child in children])
 
 
+def test_other_children_of_the_program_are_left_alone(model_path: Path) -> None:
+    """Through a life, a death and an end: they go on, and their exit codes are the program's to collect."""
+    text = program(
+        model_path,
+        """
+        import subprocess
+        from drumline.errors import EngineDeadError
+        start = lambda: subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(sys.stdin.read(1) == 'x')"],
+                                         stdin=subprocess.PIPE, text=True)
+        before = start()
+        llm = LLM(MODEL, tensor_parallel_size=2, **SMALL)
+        between = start()
+        if os.fork() == 0:
+            signal.pause()
+        forked = max(int(pid) for pid in open(f"/proc/self/task/{os.getpid()}/children").read().split())
+        llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
+        pids = [p.pid for p in llm.processes()[1:]]
+        os.kill(pids[-1], signal.SIGKILL)
+        try:
+            llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
+        except EngineDeadError:
+            pass
+        llm.close()
+        alive = [child.poll() is None for child in (before, between)] + [os.waitpid(forked, os.WNOHANG) == (0, 0)]
+        before.communicate("x")
+        between.communicate("y")
+        os.kill(forked, signal.SIGTERM)
+        codes = [before.returncode, between.returncode, os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])]
+        print(json.dumps({"alive": alive, "codes": codes, "pids": pids}))
+        """,
+    )
+    found = run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", text])
+    assert found.returncode == 0, found.stderr
+    answer = last_json(found)
+    assert answer["alive"] == [True, True, True]
+    assert answer["codes"] == [1, 0, -signal.SIGTERM]
+    wait_gone(answer["pids"])
+
+
 def test_importing_costs_nothing() -> None:
     code = "import sys, drumline; sys.exit(' '.join({'torch', 'zmq', 'tokenizers'} & set(sys.modules)) or 0)"
     assert run([sys.executable, "-c", code]).returncode == 0

@@ -26,7 +26,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -137,6 +137,8 @@ class Command:
         self._engine: AsyncEngine | None = None
         self._http = HttpServer(create_app(self.service))
         self._cut_short = False
+        self._spared = children_of_this_process()
+        """What a shell that became this process (``exec``) had started: not ours."""
 
     async def run(self) -> int:
         """Steps 2 to 8; the exit code."""
@@ -180,9 +182,9 @@ class Command:
         """The second signal, or a later one."""
         self._cut_short = True
         if self.service.status != "draining":
-            kill_everything()
+            kill_everything(self._spared)
         self.service.stop(unavailable("The server is shutting down.", retry_after=RETRY_S))
-        asyncio.get_running_loop().call_later(CUT_SHORT_S, kill_everything)
+        asyncio.get_running_loop().call_later(CUT_SHORT_S, kill_everything, self._spared)
 
     # -------------------------------------------------------------------------------------------------------- start
 
@@ -292,7 +294,7 @@ class Command:
                 await self._engine.shutdown()
         except Exception:
             log.exception("the engine could not be ended in %.0f s; its processes are killed", limit)
-            kill_children()
+            kill_children(self._spared)
 
     def _farewell(self, outcome: Outcome) -> ApiError:
         if outcome.failure is not None:
@@ -333,14 +335,22 @@ def proportional_memory(pids: Iterable[int]) -> dict[int, int]:
     return found
 
 
-def kill_children() -> None:
-    """SIGKILL to everything below this process."""
-    for child in psutil.Process().children(recursive=True):
+def children_of_this_process() -> set[psutil.Process]:
+    """Its children, but not theirs."""
+    return set(psutil.Process().children())
+
+
+def kill_children(spared: Set[psutil.Process]) -> None:
+    """SIGKILL to everything below this process but what is below ``spared``."""
+    for child in children_of_this_process() - spared:
         with contextlib.suppress(psutil.Error):
-            child.kill()
+            below = child.children(recursive=True)
+            for process in (child, *below):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
 
 
-def kill_everything() -> NoReturn:
+def kill_everything(spared: Set[psutil.Process]) -> NoReturn:
     """The second signal: no ladder, no last words, but nothing left behind either."""
-    kill_children()
+    kill_children(spared)
     os._exit(ExitCode.INTERRUPTED)
