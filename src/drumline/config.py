@@ -66,6 +66,14 @@ def _positive(config: Any, names: Iterable[str]) -> None:
             raise ConfigError(f"{option(name)} must be a number above 0, not {value!r}")
 
 
+def _not_negative(config: Any, names: Iterable[str]) -> None:
+    """Check that fields are numbers from 0 on, below infinity."""
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise ConfigError(f"{option(name)} must be a number, at least 0, not {value!r}")
+
+
 def _one_of(config: Any, name: str, choices: tuple[str, ...]) -> None:
     value = getattr(config, name)
     if value not in choices:
@@ -287,8 +295,8 @@ class ProcessConfig:
     """A wait for workers that takes longer is explained in the log: who is late, and what it is doing."""
     failure_grace_s: float = 1.0
     """After a failed call: how long all ranks have to end it before the executor counts as broken, in seconds."""
-    shutdown_timeout_s: float = 2.0
-    """Shutdown ladder: time a worker has between being asked to end and SIGTERM, in seconds."""
+    stop_timeout_s: float = 2.0
+    """Ladder of a stop: time a worker has between being asked to end and SIGTERM, in seconds."""
     log_level: str = "info"
     log_dir: str = ""
     """Folder of this run's log files, one for each process; empty: a new one in the user's state folder."""
@@ -299,15 +307,13 @@ class ProcessConfig:
         _whole(self, ("mq_slots", "mq_answer_slots"), least=2)
         _whole(self, ("mq_arena_bytes",), least=0)
         _whole(self, ("mq_largest_bytes", "rpc_backlog_bytes"))
-        _positive(
-            self, ("start_timeout_s", "execute_timeout_s", "failure_grace_s", "shutdown_timeout_s", "long_wait_s")
-        )
+        _positive(self, ("start_timeout_s", "execute_timeout_s", "failure_grace_s", "stop_timeout_s", "long_wait_s"))
         _one_of(self, "log_level", LOG_LEVELS)
 
     @property
     def terminate_timeout_s(self) -> float:
-        """Shutdown ladder: from SIGTERM, which ends what can still be interrupted, to SIGKILL."""
-        return self.shutdown_timeout_s / 4
+        """Ladder of a stop: from SIGTERM, which ends what can still be interrupted, to SIGKILL."""
+        return self.stop_timeout_s / 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,6 +440,11 @@ class ServerConfig:
     api_key: tuple[str, ...] = ()
     api_server_count: int = 0
     """Processes that speak HTTP; 0: one for each DP rank."""
+    drain_lag_s: float | None = None
+    """After SIGTERM: how long new requests are still served, in seconds. None: 5 if a load balancer watches (two or
+    more of ``/readyz``, ``/health`` and ``/ping`` were answered with 200, the last one within a minute), else 0."""
+    shutdown_timeout_s: float = 20.0
+    """After the lag: how long running requests may go on, in seconds; those that are left get an error then."""
 
     def api_servers(self, parallel: ParallelConfig) -> int:
         """How many processes speak HTTP."""
@@ -441,6 +452,9 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _whole(self, ("api_server_count",), least=0)
+        _not_negative(
+            self, ("shutdown_timeout_s",) if self.drain_lag_s is None else ("drain_lag_s", "shutdown_timeout_s")
+        )
         if not 0 <= self.port < 65536:
             raise ConfigError(f"{option('port')} must be between 0 (any free port) and 65535, not {self.port}")
 

@@ -35,16 +35,28 @@ import msgspec
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes of the ``drumline`` command (documented in the README)."""
+    """How the ``drumline`` commands end, all of them; this is the one table, and the README repeats it.
 
-    OK = 0
-    USAGE = 2
-    START_FAILED = 3
-    WORKER_DIED = 4
-    STALLED = 5
-    NODE_LOST = 6
-    INTERNAL = 7
-    INTERRUPTED = 130
+    Programs of users get exceptions; ``exit_code`` of these is what the command would have ended with.
+    """
+
+    meaning: str
+
+    def __new__(cls, code: int, meaning: str) -> ExitCode:  # noqa: D102
+        found = int.__new__(cls, code)
+        found._value_ = code
+        found.meaning = meaning
+        return found
+
+    OK = 0, "it did what was asked; `serve`: ended by SIGTERM, after a drain or before it was ready"
+    FAILED = 1, "`chat`, `bench`: no server, or a request failed"
+    USAGE = 2, "usage: a flag or the configuration cannot work; nothing was started"
+    START_FAILED = 3, "the start failed"
+    WORKER_DIED = 4, "a worker, the engine core or the fork server died"
+    STALLED = 5, "stalled: a step or a worker does not get on"
+    NODE_LOST = 6, "a node was lost (several machines are not built yet)"
+    INTERNAL = 7, "a fault of drumline itself"
+    INTERRUPTED = 130, "ctrl-C, or a second signal while it ended"
 
 
 class _Shown(reprlib.Repr):
@@ -93,6 +105,17 @@ class FailureReport(msgspec.Struct, kw_only=True):
     folded: list[FailureReport] = msgspec.field(default_factory=list)
     """Later failures, most likely consequences of this one."""
 
+    @property
+    def exit_code(self) -> ExitCode:
+        """What a command ends with whose engine broke like this after its start."""
+        if self.what == "hang":
+            return ExitCode.STALLED
+        if self.what == "node lost":
+            return ExitCode.NODE_LOST
+        if self.what == "exception" and self.role.startswith("EngineCore"):
+            return ExitCode.INTERNAL
+        return ExitCode.WORKER_DIED
+
     def headline(self) -> str:
         """One line: who, where, what."""
         rank = f" rank {self.rank}" if self.rank is not None else ""
@@ -127,6 +150,8 @@ class DrumlineError(Exception):
 
 class ConfigError(DrumlineError, ValueError):
     """The configuration cannot work. The message says which option to change; nothing was started."""
+
+    exit_code = ExitCode.USAGE
 
 
 class UnsupportedModelError(ConfigError):
@@ -237,11 +262,24 @@ class WorkerCallError(RemoteCallError):
 
 
 class FailedError(_ReportedError):
-    """Something broke for good. ``report`` says what was first; start a new engine."""
+    """Something broke for good. ``report`` says what was first; start a new engine.
+
+    A program that ends because of it may say ``sys.exit(error.exit_code)``, as the command does.
+    """
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Exit code of the command in this case."""
+        return self.report.exit_code
 
 
 class StartupError(FailedError):
     """Processes could not be started or did not become ready. All that did start has been ended."""
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The same whatever the reason."""
+        return ExitCode.START_FAILED
 
 
 class ExecutorFailedError(FailedError):

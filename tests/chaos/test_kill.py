@@ -22,6 +22,9 @@ IN_MAKE_TEST = {
     ("idle", "ForkServer"),
     ("mid-step", "EngineCore_DP0"),
     ("mid-step", "Worker_1"),
+    ("draining", "APIServer_0"),
+    ("draining", "EngineCore_DP0"),
+    ("draining", "Worker_0"),
 }
 CELLS = [
     pytest.param(phase, victim, marks=() if (phase, victim) in IN_MAKE_TEST else pytest.mark.chaos)

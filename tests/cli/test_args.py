@@ -174,11 +174,11 @@ def test_every_flag_fills_a_field() -> None:
 
 
 def test_waits_rings_and_device() -> None:
-    waits = "--start-timeout 1 --execute-model-timeout 2.5 --shutdown-timeout 3 --failure-grace 4"
+    waits = "--start-timeout 1 --execute-model-timeout 2.5 --stop-timeout 3 --failure-grace 4"
     rings = "--mq-slots 8 --mq-slot-bytes 1KiB --mq-answer-slots 4 --mq-answer-slot-bytes 512 --mq-arena-bytes 2MiB"
     engine, _ = parsed(*waits.split(), *rings.split(), "--distributed-timeout", "5", "--device", "cpu")
     process = engine.process
-    assert (process.start_timeout_s, process.execute_timeout_s, process.shutdown_timeout_s) == (1, 2.5, 3)
+    assert (process.start_timeout_s, process.execute_timeout_s, process.stop_timeout_s) == (1, 2.5, 3)
     assert process.failure_grace_s == 4
     assert (process.mq_slots, process.mq_slot_bytes, process.mq_answer_slots) == (8, 1024, 4)
     assert (process.mq_answer_slot_bytes, process.mq_arena_bytes) == (512, 2 << 20)
@@ -186,6 +186,13 @@ def test_waits_rings_and_device() -> None:
     assert engine.platform == parsed("--platform", "cpu")[0].platform == "cpu"
     with pytest.raises(ConfigError, match=r"execute_timeout_s \(--execute-model-timeout\) must be"):
         parsed("--execute-model-timeout", "0")
+
+
+def test_the_end_of_a_server() -> None:
+    _, server = parsed()
+    assert (server.drain_lag_s, server.shutdown_timeout_s) == (None, 20)
+    _, server = parsed("--drain-lag", "0", "--shutdown-timeout", "0")
+    assert (server.drain_lag_s, server.shutdown_timeout_s) == (0, 0)
 
 
 def test_remote_code_is_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:

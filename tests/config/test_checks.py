@@ -64,7 +64,7 @@ def test_defaults_are_fine_and_travel_as_data(kind: type[Any]) -> None:
         (ProcessConfig, "mq_slot_bytes", 1, "--mq-slot-bytes"),
         (ProcessConfig, "mq_answer_slots", 0, "--mq-answer-slots"),
         (ProcessConfig, "start_timeout_s", float("inf"), "--start-timeout"),
-        (ProcessConfig, "shutdown_timeout_s", -1.0, "--shutdown-timeout"),
+        (ProcessConfig, "stop_timeout_s", -1.0, "--stop-timeout"),
         (ProcessConfig, "log_level", "loud", "debug, info, warning"),
         (ModelConfig, "dtype", "int7", "auto, float32, bfloat16, float16, not 'int7'"),
         (ModelConfig, "load_format", "gguf", "auto, safetensors, dummy"),
@@ -79,6 +79,9 @@ def test_defaults_are_fine_and_travel_as_data(kind: type[Any]) -> None:
         (SchedulerConfig, "max_num_batched_tokens", 0, "--max-num-batched-tokens"),
         (ServerConfig, "port", 65536, "--port"),
         (ServerConfig, "api_server_count", -1, "--api-server-count"),
+        (ServerConfig, "drain_lag_s", -1.0, "--drain-lag"),
+        (ServerConfig, "shutdown_timeout_s", float("inf"), "--shutdown-timeout"),
+        (ServerConfig, "shutdown_timeout_s", float("nan"), "--shutdown-timeout"),
     ],
 )
 def test_a_value_that_cannot_work_names_the_option(kind: type[Any], field: str, value: Any, says: str) -> None:

@@ -282,7 +282,7 @@ def test_a_failed_step_ends_the_loop_with_its_cause(rig: Rig):
 
 
 def test_a_step_without_end_is_told_as_a_hang():
-    rig = Rig(look_ahead=True, execute_timeout_s=0.2, shutdown_timeout_s=0.5)
+    rig = Rig(look_ahead=True, execute_timeout_s=0.2, stop_timeout_s=0.5)
     try:
         rig.worker.gate.clear()
         rig.channel.put(request("a", [1, 2, 3], 8))
@@ -295,7 +295,7 @@ def test_a_step_without_end_is_told_as_a_hang():
 
 
 def test_a_step_without_end_in_the_cores_thread_is_told_by_another():
-    rig = Rig(look_ahead=True, steps_here=True, execute_timeout_s=0.2, shutdown_timeout_s=0.5)
+    rig = Rig(look_ahead=True, steps_here=True, execute_timeout_s=0.2, stop_timeout_s=0.5)
     told: list[FailureReport] = []
     came = threading.Event()
     rig.executor.register_failure_callback(lambda report: (told.append(report), came.set()))

@@ -22,7 +22,7 @@ def configure(
 ) -> EngineConfig:
     """A configuration of ``world_size`` TP ranks of a class of workers.py."""
     module = "tests.executor.workers"
-    process.setdefault("shutdown_timeout_s", 1.0)
+    process.setdefault("stop_timeout_s", 1.0)
     return EngineConfig(
         platform="cpu",
         parallel=ParallelConfig(

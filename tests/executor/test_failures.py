@@ -302,6 +302,40 @@ def test_sigterm_ends_a_worker_cleanly(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert executor.failure.rank == 1
 
 
+def test_sigterm_interrupts_a_call_once_and_never_the_clean_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Make
+) -> None:
+    monkeypatch.setenv("DRUMLINE_TEST_SHUTDOWN", str(tmp_path / "rank"))
+    monkeypatch.setenv("DRUMLINE_TEST_SLOW_SHUTDOWN", "1")
+    executor = make()
+    future = executor.collective_rpc("sleep", (60.0, 1), non_block=True)
+    victim = psutil.Process(pids_of(executor)[1])
+    time.sleep(0.2)  # it has begun
+    began = time.monotonic()
+    victim.terminate()
+    wait_until(lambda: (tmp_path / "rank-1").exists())
+    victim.terminate()
+    with pytest.raises(ExecutorFailedError) as caught:
+        future.result(timeout=10)
+    assert time.monotonic() - began < 2.0
+    report = caught.value.report
+    assert (report.rank, report.what, report.type, report.phase) == (1, "signal", "SIGTERM", "sleep")
+    assert (tmp_path / "rank-1").read_text() == "shutdown\nwhole\n"
+
+
+def test_the_ladder_interrupts_calls_so_that_workers_clean_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make: Make
+) -> None:
+    monkeypatch.setenv("DRUMLINE_TEST_SHUTDOWN", str(tmp_path / "rank"))
+    executor = make(stop_timeout_s=2.0)
+    executor.collective_rpc("sleep", (60.0,), non_block=True)
+    time.sleep(0.2)
+    began = time.monotonic()
+    executor.shutdown()
+    assert 2.0 <= time.monotonic() - began < 3.5  # asked, SIGTERM, no SIGKILL
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["shutdown\n"] * executor.world_size
+
+
 def test_a_failure_callback_may_shut_down(make: Make) -> None:
     executor = make()
     ended = threading.Event()

@@ -55,6 +55,10 @@ class Plain:
         if path:
             with open(f"{path}-{self.rank}", "a") as file:
                 file.write("shutdown\n")
+            if os.environ.get("DRUMLINE_TEST_SLOW_SHUTDOWN"):
+                time.sleep(0.3)
+                with open(f"{path}-{self.rank}", "a") as file:
+                    file.write("whole\n")
 
     def get_life(self) -> list[str]:
         return self.life

@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from drumline.errors import ExitCode
+
 from .conftest import SMALL
 
 TIMEOUT_S = 100
@@ -150,17 +152,41 @@ def test_command_line_and_the_death_of_a_process(model_path: Path) -> None:
                 llm.generate([[5], [6]], [SamplingParams(max_tokens=1), long], use_tqdm=Bar)
             except EngineDeadError as error:
                 said.append(str(error))
+                code = error.exit_code
         waited = time.monotonic() - Bar.killed
         print(json.dumps({{"said": said, "waited": waited, "pids": list(pids.values())[1:]}}))
+        sys.exit(code)
         """,
     )
     found = run([sys.executable, "-c", text])
-    assert found.returncode == 0, found.stderr
+    assert found.returncode == ExitCode.WORKER_DIED, found.stderr
     answer = last_json(found)
     assert len(answer["said"]) == 2
     assert all(victim in said and "SIGKILL" in said for said in answer["said"])
     assert answer["waited"] < 2
     wait_gone(answer["pids"])
+
+
+def test_a_start_that_fails(model_path: Path) -> None:
+    """What cannot work and what did not are told apart, by the exceptions and by the exit codes they stand for."""
+    text = program(
+        model_path,
+        """
+        from drumline import errors
+        codes = []
+        for options in ({"tensor_parallel_size": 100}, {"worker_cls": "tests.server.odd_workers:Broken"}):
+            try:
+                LLM(MODEL, **SMALL, **options)
+            except (errors.ConfigError, errors.StartupError) as error:
+                codes.append((int(error.exit_code), str(error)))
+        print(json.dumps(codes))
+        """,
+    )
+    found = run([sys.executable, "-c", text])
+    assert found.returncode == 0, found.stderr
+    (usage, _), (failed, said) = last_json(found)
+    assert (usage, failed) == (ExitCode.USAGE, ExitCode.START_FAILED)
+    assert "no such device here" in said
 
 
 def test_ctrl_c_during_the_start(model_path: Path) -> None:
@@ -188,6 +214,45 @@ def test_ctrl_c_during_the_start(model_path: Path) -> None:
         _, stderr = running.communicate(timeout=TIMEOUT_S)
     assert running.returncode == 5, stderr
     wait_gone([child.pid for child in children])
+
+
+def test_other_children_of_the_program_are_left_alone(model_path: Path) -> None:
+    """Through a life, a death and an end: they go on, and their exit codes are the program's to collect."""
+    text = program(
+        model_path,
+        """
+        import subprocess
+        from drumline.errors import EngineDeadError
+        start = lambda: subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(sys.stdin.read(1) == 'x')"],
+                                         stdin=subprocess.PIPE, text=True)
+        before = start()
+        llm = LLM(MODEL, tensor_parallel_size=2, **SMALL)
+        between = start()
+        if os.fork() == 0:
+            signal.pause()
+        forked = max(int(pid) for pid in open(f"/proc/self/task/{os.getpid()}/children").read().split())
+        llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
+        pids = [p.pid for p in llm.processes()[1:]]
+        os.kill(pids[-1], signal.SIGKILL)
+        try:
+            llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
+        except EngineDeadError:
+            pass
+        llm.close()
+        alive = [child.poll() is None for child in (before, between)] + [os.waitpid(forked, os.WNOHANG) == (0, 0)]
+        before.communicate("x")
+        between.communicate("y")
+        os.kill(forked, signal.SIGTERM)
+        codes = [before.returncode, between.returncode, os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1])]
+        print(json.dumps({"alive": alive, "codes": codes, "pids": pids}))
+        """,
+    )
+    found = run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", text])
+    assert found.returncode == 0, found.stderr
+    answer = last_json(found)
+    assert answer["alive"] == [True, True, True]
+    assert answer["codes"] == [1, 0, -signal.SIGTERM]
+    wait_gone(answer["pids"])
 
 
 def test_importing_costs_nothing() -> None:

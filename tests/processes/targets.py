@@ -115,6 +115,14 @@ def block(context: ChildContext, payload: bytes) -> None:
         Path(context.log_file).with_suffix(".ended").touch()
 
 
+def clean_up(context: ChildContext, payload: bytes) -> None:
+    """Clean up before it was ever ready."""
+    context.begin_clean_up()
+    context.send(b"cleaning up")
+    time.sleep(0.5)
+    Path(context.log_file).with_suffix(".ended").touch()
+
+
 def progress(context: ChildContext, payload: bytes) -> None:
     """Progress every 50 ms as often as payload says; then ready if told, else stuck."""
     count, _, then = payload.decode().partition(" ")

@@ -130,6 +130,14 @@ def test_stop_interrupts_a_blocking_load_and_lets_it_clean_up(house: House) -> N
     assert Path(member.log_file).with_suffix(".ended").exists()
 
 
+def test_stop_and_sigterm_do_not_interrupt_the_clean_up(house: House) -> None:
+    member = house.spawn("clean_up")
+    house.event(EventKind.MESSAGE)
+    os.kill(member.pid, signal.SIGTERM)
+    house.supervisor.shutdown()
+    assert Path(member.log_file).with_suffix(".ended").exists()
+
+
 def test_ladder_ends_a_stubborn_one_with_sigkill(make_house: Callable[..., House]) -> None:
     house = make_house(rung_s=0.3)
     member = house.spawn("stubborn")

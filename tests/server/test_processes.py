@@ -55,7 +55,7 @@ def block(server: Serve) -> str:
 
 @pytest.mark.alone
 def test_a_life(serve: Callable[..., Serve], tiny: Path) -> None:
-    server = serve()
+    server = serve("--shutdown-timeout", "0")
     status, state = server.request("GET", "/startupz")
     assert time.monotonic() - server.began < 2.0
     assert status == 503
@@ -163,19 +163,12 @@ def test_a_signal_during_the_start(serve: Callable[..., Serve], number: int, cod
 
 
 def test_a_start_that_fails(serve: Callable[..., Serve]) -> None:
-    server = serve("--worker-cls", "tests.server.test_processes:Broken")
+    server = serve("--worker-cls", "tests.server.odd_workers:Broken")
     assert server.end(90) == ExitCode.START_FAILED
     report = block(server)
     assert "Worker" in report
     assert "no such device here" in report
     assert server.text.count("no such device here") == report.count("no such device here")
-
-
-class Broken:
-    """A worker that cannot start."""
-
-    def __init__(self, context: Any) -> None:
-        raise RuntimeError("no such device here")
 
 
 def test_the_second_signal_ends_everything_at_once(serve: Callable[..., Serve]) -> None:
@@ -211,6 +204,39 @@ def test_no_such_model(serve: Callable[..., Serve]) -> None:
     assert server.end(10) == ExitCode.USAGE
     assert "/no/such/folder" in server.text
     assert "Traceback" not in server.text
+
+
+def test_the_second_signal_spares_what_a_shell_had_started(tiny: Path, tmp_path: Path) -> None:
+    """``exec`` makes the shell's own children children of the server."""
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "drumline.cli.main", "serve", str(tiny), *FLAGS]
+    with log.open("wb") as console:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", 'sleep 300 & echo "shell $!"; exec "$@"', "sh", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=console,
+        )
+    sleeper = None
+    try:
+        wait_for(lambda: b"ForkServer: " in log.read_bytes(), 30, "fork server")
+        found = log.read_text()
+        sleeper = psutil.Process(int(found.partition("shell ")[2].split()[0]))
+        ours = [child for child in psutil.Process(process.pid).children(recursive=True) if child != sleeper]
+        assert sleeper.ppid() == process.pid
+        assert ours
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.05)  # two at once are one
+        assert process.wait(5) == ExitCode.INTERRUPTED
+        assert not psutil.wait_procs(ours, 5)[1]
+        assert sleeper.status() == psutil.STATUS_SLEEPING
+    finally:
+        if sleeper is not None:
+            sleeper.kill()
+        if process.poll() is None:
+            process.kill()
+            process.wait(10)
 
 
 # ------------------------------------------------------------------------------------------------ consoles of all kinds
@@ -336,17 +362,19 @@ def test_no_console_at_all(on_console: Callable[..., Console], redirect: str) ->
     assert run.process.wait(5) == ExitCode.OK
 
 
-def test_ctrl_c_while_the_command_imports() -> None:
-    script = """
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.OK)])
+@pytest.mark.parametrize("module", ["drumline.cli.args", "drumline.server.run"])
+def test_a_signal_while_the_command_imports(number: int, code: ExitCode, module: str) -> None:
+    script = f"""
 import os, signal, sys
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
-        if name == "drumline.cli.args":
-            os.kill(os.getpid(), signal.SIGINT)
+        if name == {module!r}:
+            os.kill(os.getpid(), {int(number)})
 sys.meta_path.insert(0, Interrupt())
 from drumline.cli.main import main
 sys.exit(main())
 """
     done = subprocess.run([sys.executable, "-c", script, "serve"], capture_output=True, timeout=20, check=False)
-    assert done.returncode == ExitCode.INTERRUPTED
+    assert done.returncode == code
     assert done.stderr == b""

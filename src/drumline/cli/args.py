@@ -183,7 +183,7 @@ GROUPS: dict[str, list[Flag]] = {
         _flag("--worker-cls", "process.worker_cls", "worker class by its dotted name", metavar="NAME"),
         _flag("--worker-extension-cls", "process.worker_extension_cls", "class mixed into it", metavar="NAME"),
         _flag("--threads-per-worker", "process.threads_per_worker", "compute threads", count, metavar="N"),
-        _flag("--cpu-bind", "process.cpu_bind", "cores of its own for each of several CPU workers", None),
+        _flag("--cpu-bind", "process.cpu_bind", "cores of its own for each CPU worker", None),
         _flag("--mq-slots", "process.mq_slots", "slots of the ring for plans", count, metavar="N"),
         _flag("--mq-slot-bytes", "process.mq_slot_bytes", "size of one (64KiB)", size, metavar="N"),
         _flag("--mq-answer-slots", "process.mq_answer_slots", "slots of each ring for answers", count, metavar="N"),
@@ -195,7 +195,7 @@ GROUPS: dict[str, list[Flag]] = {
         _flag("--execute-model-timeout", "process.execute_timeout_s", "longest step", float, metavar="S"),
         _flag("--long-wait", "process.long_wait_s", "waits that are explained", float, metavar="S"),
         _flag("--failure-grace", "process.failure_grace_s", "for all ranks to end a failed call", float, metavar="S"),
-        _flag("--shutdown-timeout", "process.shutdown_timeout_s", "each rung of the ladder", float, metavar="S"),
+        _flag("--stop-timeout", "process.stop_timeout_s", "for a process to end before SIGTERM", float, metavar="S"),
         _flag("--distributed-timeout", "parallel.distributed_timeout_s", "longest collective", float, metavar="S"),
         _flag("--log-level", "process.log_level", "of drumline's own lines", choices=LOG_LEVELS),
         _flag("--log-dir", "process.log_dir", "a file for each process goes there", metavar="DIR"),
@@ -206,9 +206,13 @@ GROUPS: dict[str, list[Flag]] = {
         _flag(
             "--api-key",
             "server.api_key",
-            "clients must send one of these ($DRUMLINE_API_KEY)",
+            "keys of clients ($DRUMLINE_API_KEY)",
             several=True,
             metavar="KEY",
+        ),
+        _flag("--drain-lag", "server.drain_lag_s", "for new requests after SIGTERM (5)", float, metavar="S"),
+        _flag(
+            "--shutdown-timeout", "server.shutdown_timeout_s", "for running ones after that (20)", float, metavar="S"
         ),
         _flag("--api-server-count -asc", "server.api_server_count", "processes that speak HTTP", count, metavar="N"),
     ],

@@ -13,8 +13,6 @@ from drumline.cli.args import Parser, parse
 from drumline.cli.client import Client, ServerError
 from drumline.errors import ExitCode
 
-NO_ANSWER = 1
-"""Exit code if there is no server or it refused."""
 HELP = "ctrl-C ends an answer, ctrl-D the conversation; /clear forgets it."
 
 
@@ -30,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         return _talk(chat)
     except ServerError as e:
         print(f"drumline chat: {e}", file=sys.stderr)
-        return NO_ANSWER
+        return ExitCode.FAILED
 
 
 def _parser() -> Parser:

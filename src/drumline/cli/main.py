@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = _quiet_interrupt()
     _open_standard_descriptors()
     given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["serve"]:
+        _quiet_sigterm()
     try:
         return _main(given)
     except KeyboardInterrupt:
@@ -48,6 +50,19 @@ def _quiet_interrupt() -> Any:
     except ValueError:  # not in the main thread
         pass
     return None
+
+
+def _quiet_sigterm() -> None:
+    """SIGTERM ends a server that has not begun as it does one that has, until ``server.run`` takes it over."""
+    try:
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _not_begun)
+    except ValueError:  # not in the main thread
+        pass
+
+
+def _not_begun(number: int, frame: Any) -> None:
+    os._exit(0)  # ExitCode.OK
 
 
 def _open_standard_descriptors() -> None:
@@ -115,6 +130,9 @@ def _serve(argv: Sequence[str]) -> int:
         except ConfigError as e:  # as main does, but on a console that may be full
             print(f"drumline serve: error: {e}", file=sys.stderr)
             return ExitCode.USAGE
+        finally:
+            if signal.getsignal(signal.SIGTERM) is _not_begun:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _serve_on_console(argv: Sequence[str]) -> int:

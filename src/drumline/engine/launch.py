@@ -76,7 +76,7 @@ class EngineProcesses:
             self._forkserver = ForkServer.start(
                 preload, log=LogConfig.create(level=level, dir=process.log_dir), role=self._role
             )
-            ladder_s = process.shutdown_timeout_s + process.terminate_timeout_s
+            ladder_s = process.stop_timeout_s + process.terminate_timeout_s
             # The engine core climbs that ladder with its workers, so it gets longer before it is killed itself.
             self._supervisor = Supervisor(
                 on_event=self._on_event, rung_s=ladder_s + CORE_SLACK_S, term_s=process.terminate_timeout_s

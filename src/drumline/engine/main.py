@@ -45,7 +45,7 @@ def main(child: ChildContext, payload: bytes) -> None:
         EngineProcess(child, start).run()
     except (ExecutorFailedError, StartupError) as error:
         report = child.fail(error)
-        raise SystemExit(int(ExitCode.STALLED if report.what == "hang" else ExitCode.WORKER_DIED)) from error
+        raise SystemExit(int(report.exit_code)) from error
 
 
 class EngineProcess:

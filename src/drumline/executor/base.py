@@ -424,7 +424,7 @@ class Executor(ABC):
     @property
     def _stop_limit_s(self) -> float:
         """Longest time that the ladder may take in seconds."""
-        return 3 * self.process.shutdown_timeout_s + 10.0
+        return 3 * self.process.stop_timeout_s + 10.0
 
     def __enter__(self) -> Executor:
         return self

@@ -116,7 +116,7 @@ class MultiprocExecutor(Executor):
         self._members: list[Member] = []
         self._make_channels()
         forkserver = self._forkserver or self._start_forkserver()
-        rung_s, term_s = self.process.shutdown_timeout_s, self.process.terminate_timeout_s
+        rung_s, term_s = self.process.stop_timeout_s, self.process.terminate_timeout_s
         self._supervisor = Supervisor(forkserver, on_event=self._on_event, rung_s=rung_s, term_s=term_s)
         self._cleanup.callback(lambda: self._supervisor.close(force=self.is_failed))
         self._cleanup.callback(self._table.close, None, self._ended)

@@ -304,10 +304,10 @@ class UniExecutor(Executor):
         self._jobs.put(None)
         self._table.close(None, self._ended)
         if self._thread is not threading.current_thread():
-            self._thread.join(2 * self.process.shutdown_timeout_s)
+            self._thread.join(2 * self.process.stop_timeout_s)
         if self._thread.is_alive():
             log.warning("the worker does not return from its call; it is left alone until this process ends")
-        elif not self._outputs.stop(self.process.shutdown_timeout_s):
+        elif not self._outputs.stop(self.process.stop_timeout_s):
             log.warning("an output does not get finished; it is left alone until this process ends")
         self._table.keeper.join(CLOSE_WAIT_S)
 

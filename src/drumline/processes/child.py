@@ -11,6 +11,7 @@
     owner ==control connection==> supervisor thread --callbacks--> whatever the main thread waits on (a doorbell)
                                         |                                     |
                                         +--SIGTERM to itself--> main thread (before ready only: raises StopRequested)
+    SIGTERM of the ladder or of anybody ======================> main thread (before ready and in a call: the same, once)
 
 The owner's end (end of file) gives the main thread one second, then the supervisor thread ends the process. If the
 main thread is stuck in C code that holds the GIL, that thread is stuck too: then the fork server kills the process
@@ -60,7 +61,11 @@ Target = Callable[["ChildContext", bytes], Any]
 
 
 class StopRequested(BaseException):
-    """Raised once in the main thread when the process is asked to stop before it is ready (a blocking load)."""
+    """Raised in the main thread, once, to end what blocks there.
+
+    Before the process is ready (a blocking load) when it is asked to stop, or by SIGTERM; in a call
+    (``ChildContext.in_call``) by SIGTERM, which the ladder sends if asking did not help. Never during the clean-up.
+    """
 
 
 @dataclass(kw_only=True)
@@ -105,6 +110,8 @@ class ChildContext:
         """Step that it works on; goes into failure reports."""
         self.owner_gone = False
         self.failed: FailureReport | None = None
+        self.in_call = False
+        """Set by the main thread while it runs code that SIGTERM may interrupt."""
         self.on_message: Callable[[bytes], None] | None = None
         """Called in the supervisor thread with bytes that the owner sent. Set it with :meth:`listen`."""
         self._forkserver_fd = start.server_fd
@@ -145,10 +152,14 @@ class ChildContext:
         self._tell(m.Phase(text))
 
     def ready(self, info: bytes = b"") -> None:
-        """It is ready. From now on a stop only calls the callbacks and interrupts nothing."""
+        """It is ready. From now on a stop only calls the callbacks, and SIGTERM interrupts only what is a call."""
         self._interruptible = False
         self.phase = "ready"
         self._tell(m.Ready(info))
+
+    def begin_clean_up(self) -> None:
+        """Nothing is interrupted any more."""
+        self._interruptible = self.in_call = False
 
     def send(self, data: bytes, timeout_s: float = 5.0) -> None:
         """Bytes for the owner. ChannelClosedError if it is gone, TimeoutError if it does not read."""
@@ -235,8 +246,8 @@ class ChildContext:
         self._terminated = True
         with contextlib.suppress(OSError):
             os.write(self._wake_w, b"t")
-        if self._interruptible:
-            self._interruptible = False
+        if self._interruptible or self.in_call:
+            self._interruptible = self.in_call = False
             raise StopRequested
 
     def _supervise(self) -> None:

@@ -110,6 +110,8 @@ class Outer:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"date", self._now())]
+                if self._service.leaving:
+                    message["headers"].append((b"connection", b"close"))
                 handler = scope["path"] if scope["path"] in PATHS else "other"
                 method = scope["method"] if scope["method"] in METHODS else "other"
                 self._service.metrics.http[method, handler, str(message["status"])] += 1
@@ -228,10 +230,11 @@ async def _generate(
     engine, text = service.require_ready()
     body, size = await read_json(request, kind)
     model = _check_model(service, body)
+    service.admit()
     name = f"{prefix}-{uuid.uuid4().hex}"
     prepared = await text.prepared(size, lambda: prepare(text, body, name))
-    # Reading and preparing take time: it may all be over by now.
-    service.require_ready()
+    # Preparing takes time: it may all be over by now.
+    service.require_ready(admitted=True)
     generation = Generation(
         engine,
         service.metrics,
@@ -270,6 +273,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     """``POST /tokenize``."""
     _, text = service.require_ready()
     body, size = await read_json(request, TokenizeRequest)
+    service.admit()
     _check_model(service, body)
     return json_response(await text.prepared(size, lambda: text.tokenize(body)))
 
@@ -278,6 +282,7 @@ async def detokenize(service: Service, request: Request) -> Response:
     """``POST /detokenize``."""
     _, text = service.require_ready()
     body, size = await read_json(request, DetokenizeRequest)
+    service.admit()
     _check_model(service, body)
     return json_response(await text.prepared(size, lambda: text.detokenize(body)))
 
@@ -308,8 +313,8 @@ async def model(service: Service, request: Request) -> Response:
 
 
 async def health(service: Service, request: Request) -> Response:
-    """``GET /health`` and ``/readyz``: 200 if a request would be served now, else 503 with the reason."""
-    service.require_ready()
+    """``GET /health`` and ``/readyz``: 200 if requests may be sent here, else 503 with the reason."""
+    service.probe()
     return json_response(Status(status="ok"))
 
 

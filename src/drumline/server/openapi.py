@@ -181,7 +181,7 @@ ERRORS = {
     "413": "Body too large",
     "415": "The body is not said to be JSON",
     "500": "The engine failed on this request",
-    "503": "Not ready, stopping, or the engine died",
+    "503": "Not ready, draining, stopping, or the engine died",
 }
 
 
@@ -219,7 +219,7 @@ def _paths() -> Schema:
         "/v1/models/{id}": by_id,
         "/tokenize": _post("Tokens of a prompt or a conversation", TokenizeRequest, Tokenized),
         "/detokenize": _post("Text of tokens", DetokenizeRequest, Detokenized),
-        "/health": _get("200 if a request would be served now", Status, failed=ErrorBody),
+        "/health": _get("200 if requests may be sent here", Status, failed=ErrorBody),
         "/readyz": _get("The same", Status, failed=ErrorBody),
         "/ping": _get("The same", Status, failed=ErrorBody),
         "/livez": _get("200 as long as the server's process answers", Status),

@@ -7,12 +7,12 @@
     3  resolve the model to a folder (the embedded one is converted once, in a process of its own)
     4  start the engine; read the tokenizer meanwhile
     5  ready: tables, listeners, URL, curl line
-    6  the end: a signal, or the engine's death, or a failed start
+    6  the end: a signal, or the engine's death, or a failed start; on SIGTERM what runs may finish (drain.py)
     7  requests in flight get an error and end, the engine's processes are ended, the port is closed
     8  the last word on the console, if something broke, and the exit code
 
-Signal handlers only note. The first signal starts 6; the second one ends everything at once. Nothing here runs
-periodically once the server is ready: an idle API server sleeps in epoll.
+Signal handlers only note. The first signal starts 6; the second one ends everything at once (clients of a drain are
+told first). Nothing here runs periodically once the server is ready: an idle API server sleeps in epoll.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -42,9 +42,10 @@ from drumline.processes.logs import DATE_FORMAT, LOG_FORMAT, console_as_stderr
 from drumline.processes.titles import api_server_name, set_title
 from drumline.server import console
 from drumline.server.app import create_app
+from drumline.server.drain import drain
 from drumline.server.errors import ApiError, unavailable
 from drumline.server.prompts import TextFiles, TextRoom
-from drumline.server.service import Service
+from drumline.server.service import RETRY_S, Service
 from drumline.server.sockets import bind, is_loopback, listeners, url
 from drumline.server.uvicorn_server import HttpServer
 
@@ -53,6 +54,8 @@ log = logging.getLogger(__name__)
 PROGRESS_S = 0.2
 LAST_ANSWERS_S = 1.0
 """How long requests in flight have to tell their clients that it is over."""
+CUT_SHORT_S = 0.2
+"""The same where a drain is cut short by a second signal."""
 LADDER_SLACK_S = 3.0
 
 
@@ -134,12 +137,15 @@ class Command:
         if all(is_loopback(sock.getsockname()[0]) for sock in sockets):
             self.service.local = server.host
         self._engine: AsyncEngine | None = None
+        self._http = HttpServer(create_app(self.service))
+        self._cut_short = False
+        self._spared = children_of_this_process()
+        """What a shell that became this process (``exec``) had started: not ours."""
 
     async def run(self) -> int:
         """Steps 2 to 8; the exit code."""
         self._take_signals()
-        http = HttpServer(create_app(self.service))
-        serving = asyncio.create_task(http.run_on(self._sockets))
+        serving = asyncio.create_task(self._http.run_on(self._sockets))
         console.say(f"drumline listens on {url(self._sockets[0])} (not ready yet; /startupz tells the phase)")
         if not self._server.api_key and self.service.local is None:
             console.say("Everybody who reaches this port may use the model: there is no --api-key.")
@@ -147,8 +153,8 @@ class Command:
             outcome = await self._until_the_end()
         except Exception:  # noqa: BLE001 - a fault of ours; the engine must be ended all the same
             outcome = Outcome(code=ExitCode.INTERNAL, message=traceback.format_exc())
-        await self._end(outcome, http)
-        http.stop()
+        await self._end(outcome)
+        self._http.stop()
         await serving
         return self._last_word(outcome)
 
@@ -164,9 +170,23 @@ class Command:
 
     def _on_signal(self, number: int) -> None:
         if self._signal.done():
-            kill_everything()
+            self._at_once()
+            return
         self._signal.set_result(number)
-        console.say(f"{signal.Signals(number).name}: ending (once more: at once)")
+        if not self._drains():
+            console.say(f"{signal.Signals(number).name}: ending (once more: at once)")
+
+    def _drains(self) -> bool:
+        """Whether the signal that came lets running requests finish."""
+        return self._signal.result() == signal.SIGTERM and self.service.status == "ready"
+
+    def _at_once(self) -> None:
+        """The second signal, or a later one."""
+        self._cut_short = True
+        if self.service.status != "draining":
+            kill_everything(self._spared)
+        self.service.stop(unavailable("The server is shutting down.", retry_after=RETRY_S))
+        asyncio.get_running_loop().call_later(CUT_SHORT_S, kill_everything, self._spared)
 
     # -------------------------------------------------------------------------------------------------------- start
 
@@ -174,9 +194,9 @@ class Command:
         start = asyncio.create_task(self._start())
         try:
             await first(start, self._signal)
-            if not start.done():
+            if not start.done() and not self._drains():
                 return self._signalled()
-            engine = start.result()
+            engine = await start
         except ConfigError as e:
             return Outcome(code=ExitCode.USAGE, message=f"drumline serve: error: {e}")
         except FailedError as e:
@@ -189,15 +209,18 @@ class Command:
         dead = asyncio.create_task(engine.wait_dead())
         try:
             await first(dead, self._signal)
+            if not dead.done() and self._drains():
+                await drain(self._server, self.service, self._http, dead, console.say)
             if dead.done():
-                return Outcome(code=exit_code(dead.result()), failure=dead.result())
+                return Outcome(code=dead.result().exit_code, failure=dead.result())
             return self._signalled()
         finally:
             dead.cancel()
             await asyncio.wait({dead})
 
     def _signalled(self) -> Outcome:
-        return Outcome(code=ExitCode.INTERRUPTED if self._signal.result() == signal.SIGINT else ExitCode.OK)
+        interrupted = self._cut_short or self._signal.result() == signal.SIGINT
+        return Outcome(code=ExitCode.INTERRUPTED if interrupted else ExitCode.OK)
 
     async def _start(self) -> AsyncEngine:
         """Steps 3 to 5."""
@@ -259,26 +282,26 @@ class Command:
 
     # ---------------------------------------------------------------------------------------------------------- end
 
-    async def _end(self, outcome: Outcome, http: HttpServer) -> None:
+    async def _end(self, outcome: Outcome) -> None:
         """Step 7."""
         self.service.stop(self._farewell(outcome), failed=self._summary(outcome))
-        running = {task for task in http.server_state.tasks if not task.done()}
+        running = {task for task in self._http.server_state.tasks if not task.done()}
         if running:
             await asyncio.wait(running, timeout=LAST_ANSWERS_S)
         if self._engine is None:
             return
-        limit = 2 * self._config.process.shutdown_timeout_s + LADDER_SLACK_S
+        limit = 2 * self._config.process.stop_timeout_s + LADDER_SLACK_S
         try:
             async with asyncio.timeout(limit):
                 await self._engine.shutdown()
         except Exception:
             log.exception("the engine could not be ended in %.0f s; its processes are killed", limit)
-            kill_children()
+            kill_children(self._spared)
 
     def _farewell(self, outcome: Outcome) -> ApiError:
         if outcome.failure is not None:
             return unavailable(f"The engine died: {outcome.failure.headline()}")
-        return unavailable("The server is shutting down.", retry_after=5)
+        return unavailable("The server is shutting down.", retry_after=RETRY_S)
 
     def _summary(self, outcome: Outcome) -> str:
         if outcome.failure is not None:
@@ -305,17 +328,6 @@ def default_name() -> str:
     return DEFAULT_NAME
 
 
-def exit_code(failure: FailureReport) -> ExitCode:
-    """Exit code for a failure after the start."""
-    if failure.what == "hang":
-        return ExitCode.STALLED
-    if failure.what == "node lost":
-        return ExitCode.NODE_LOST
-    if failure.what == "exception" and failure.role.startswith("EngineCore"):
-        return ExitCode.INTERNAL
-    return ExitCode.WORKER_DIED
-
-
 def proportional_memory(pids: Iterable[int]) -> dict[int, int]:
     """Proportional set size in bytes by pid; processes that cannot be looked at are left out."""
     found = {}
@@ -325,14 +337,22 @@ def proportional_memory(pids: Iterable[int]) -> dict[int, int]:
     return found
 
 
-def kill_children() -> None:
-    """SIGKILL to everything below this process."""
-    for child in psutil.Process().children(recursive=True):
+def children_of_this_process() -> set[psutil.Process]:
+    """Its children, but not theirs."""
+    return set(psutil.Process().children())
+
+
+def kill_children(spared: Set[psutil.Process]) -> None:
+    """SIGKILL to everything below this process but what is below ``spared``."""
+    for child in children_of_this_process() - spared:
         with contextlib.suppress(psutil.Error):
-            child.kill()
+            below = child.children(recursive=True)
+            for process in (child, *below):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
 
 
-def kill_everything() -> NoReturn:
+def kill_everything(spared: Set[psutil.Process]) -> NoReturn:
     """The second signal: no ladder, no last words, but nothing left behind either."""
-    kill_children()
+    kill_children(spared)
     os._exit(ExitCode.INTERRUPTED)

@@ -412,7 +412,7 @@ class StartupState(msgspec.Struct, kw_only=True):
     """Answer of ``/startupz``: status 200 once the server could answer requests, 503 before that and when it ended."""
 
     status: str
-    """``starting``, ``ready``, ``failed``, ``stopping``."""
+    """``starting``, ``ready``, ``draining``, ``failed``, ``stopping``."""
     phase: str
     """What the command itself is doing."""
     seconds: float

@@ -1,7 +1,7 @@
 """State that all routes share: which phase the server is in, the engine, the text room, and who is being served.
 
 The HTTP port answers from the first moment, long before there is an engine: ``engine`` and ``text`` are None until
-then and routes that need them say 503. States only go up: starting, ready, stopping or failed.
+then and routes that need them say 503. States only go up: starting, ready, draining, stopping or failed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from drumline.server.schema import ProcessPhase, StartupState
 if TYPE_CHECKING:
     from drumline.server.prompts import TextRoom
 
+RETRY_S = 5
+"""When to come back to a server that ends, in seconds: whatever runs it may have started another one by then."""
+
 
 class Service:
     """One server. Everything here happens on one event loop."""
@@ -38,17 +41,29 @@ class Service:
         self.fingerprint: str | None = None
         """``system_fingerprint`` of answers: with the same one, the same seed gives the same tokens."""
         self.metrics = Metrics(self)
+        self.probes = 0
+        """How often the server was asked whether it serves, and does."""
+        self.last_probe = 0.0
+        """time.monotonic() of the last one."""
+        self.admitted: set[asyncio.Task[object]] = set()
+        """Requests that are being served: read in full, and not answered in full."""
+        self.leaving = False
+        """Clients had better close their connections: the server is about to end."""
         self.phase = "starting"
         self.message = ""
         self._status = "starting"
+        self._refusing = False
         self._ended: asyncio.Future[ApiError] | None = None
         self._began = time.monotonic() - _age_of_process()
         self._seen: dict[str, tuple[str, float]] = {}
 
     @property
     def status(self) -> str:
-        """``starting``, ``ready``, ``failed`` or ``stopping``. An engine that died makes ``ready`` ``failed``."""
-        if self._status == "ready" and self.engine is not None and self.engine.failure is not None:
+        """``starting``, ``ready``, ``draining``, ``failed`` or ``stopping``.
+
+        An engine that died makes ``ready`` and ``draining`` ``failed``.
+        """
+        if self._status in ("ready", "draining") and self.engine is not None and self.engine.failure is not None:
             return "failed"
         return self._status
 
@@ -67,16 +82,43 @@ class Service:
             self.fingerprint = f"drumline-{drumline.__version__}-{engine.info.dtype}"
         self.phase = self._status = "ready"
 
-    def require_ready(self) -> tuple[AsyncEngine, TextRoom]:
-        """Engine and text room, or ApiError 503 that says why not."""
+    def require_ready(self, *, admitted: bool = False) -> tuple[AsyncEngine, TextRoom]:
+        """Engine and text room, or ApiError 503 that says why not. ``admitted``: for a request that is."""
         status = self.status
+        if status == "draining" and self._refusing and not admitted:
+            raise unavailable("The server is shutting down.", retry_after=RETRY_S)
         if status == "starting":
             raise unavailable(f"The model is not ready yet ({self.phase}); see /startupz.", retry_after=1)
         if status == "stopping":
-            raise unavailable("The server is shutting down.", retry_after=5)
+            raise unavailable("The server is shutting down.", retry_after=RETRY_S)
         if status == "failed" or self.engine is None or self.text is None:
             raise unavailable(self.failure() or "The server failed.")
         return self.engine, self.text
+
+    def admit(self) -> None:
+        """The request of this task was read in full: a drain waits for it. ApiError 503 if it comes too late."""
+        self.require_ready()
+        task = asyncio.current_task()
+        assert task is not None
+        self.admitted.add(task)
+        task.add_done_callback(self.admitted.discard)
+
+    def probe(self) -> None:
+        """ApiError 503 if somebody who sends requests had better send them elsewhere."""
+        self.require_ready()
+        if self._status == "draining":
+            raise unavailable("The server is shutting down.", retry_after=RETRY_S)
+        self.probes += 1
+        self.last_probe = time.monotonic()
+
+    def drain(self) -> None:
+        """Not ready any more, but requests are served until :meth:`refuse`."""
+        self.phase = self._status = "draining"
+        self.leaving = True
+
+    def refuse(self) -> None:
+        """While draining: admit nobody any more."""
+        self._refusing = True
 
     def failure(self) -> str:
         """One line on what broke; empty if nothing did."""
@@ -94,6 +136,7 @@ class Service:
         """Serve nobody any more: new requests get 503, those in flight end with ``error``."""
         self._status = "failed" if failed else "stopping"
         self.phase = self._status
+        self.leaving = True
         self.message = failed
         if not self.ended().done():
             self.ended().set_result(error or unavailable(failed or "The server is shutting down."))

@@ -297,6 +297,12 @@ class HttpServer(uvicorn.Server):
         """Serve until :meth:`stop`, then let answers in flight end for at most a second."""
         await self.serve(sockets=list(sockets))
 
+    def unsent(self) -> bool:
+        """Is there a client that has not taken all that was written for it?"""
+        # uvicorn's set of protocols, whose class is ours
+        connections: Any = self.server_state.connections
+        return any(one.transport.get_write_buffer_size() for one in connections)
+
     def stop(self) -> None:
         """End :meth:`run_on`."""
         self.should_exit = True

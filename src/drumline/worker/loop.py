@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from drumline.errors import FailureReport, MessageTooLargeError, RPCTimeoutError
 from drumline.processes.reports import span
@@ -42,6 +42,12 @@ OUTPUT_STOP_S = 1.0
 
 class WorkerStop(BaseException):
     """Ends the loop: asked for by the owner or by SIGTERM. Nothing that a worker does may catch it."""
+
+
+class Interruptible(Protocol):
+    """See ``ChildContext.in_call``."""
+
+    in_call: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +73,7 @@ class WorkerLoop:
         stopping: Callable[[], bool],
         make_report: Callable[[BaseException, str, int | None], FailureReport],
         send_failure: Callable[[CallFailed], None],
+        process: Interruptible,
         describe_owner: Callable[[], str] = lambda: "the executor",
         long_wait_s: float = 60.0,
     ) -> None:
@@ -79,6 +86,7 @@ class WorkerLoop:
             stopping: whether it should end; whoever makes it true rings the waiter.
             make_report: report of an exception, the method it came from and the step.
             send_failure: sends over the control connection; any thread.
+            process: what SIGTERM asks whether it may interrupt.
             describe_owner: the executor's process, for log lines.
             long_wait_s: a wait for room in the answer ring that takes longer is explained in the log.
 
@@ -96,6 +104,7 @@ class WorkerLoop:
         self._send_failure = send_failure
         self._describe_owner = describe_owner
         self._long_wait_s = long_wait_s
+        self._process = process
         self._fail_lock = threading.Lock()
         self._while_idle = idle_work(worker)
         self._outputs = OutputThread(lambda: init_output_thread(worker), channels.waiter.ring)
@@ -143,7 +152,11 @@ class WorkerLoop:
         method, args, kwargs = request
         call_id, reply_rank, *_ = head
         try:
-            value = bind(self._worker, method)(*args, **kwargs)
+            self._process.in_call = True
+            try:
+                value = bind(self._worker, method)(*args, **kwargs)
+            finally:
+                self._process.in_call = False
             if reply_rank != self._rank and reply_rank != ALL_RANKS:
                 self._end(call_id)
             elif is_async(value):

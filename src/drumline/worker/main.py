@@ -4,6 +4,7 @@ Ways to end::
 
     owner asks, or SIGTERM      during the start: raised in the main thread, wherever Python code is (processes room)
                                 afterwards: flag + ring, the loop ends before the next call
+    SIGTERM during a call       raised in it, too: the ladder's second rung ends a call that blocks
     owner gone                  as asked, and the process ends within a grace
     exception during the start  failure report over the control connection, exit code 1
     SystemExit out of a call    the process ends with that code; the owner is told of it as a death
@@ -113,6 +114,7 @@ class WorkerProcess:
             send_failure=self._send_failure,
             describe_owner=self._describe_owner,
             long_wait_s=self._task.config.process.long_wait_s,
+            process=self._child,
         )
         self._child.ready()
         loop.run()
@@ -156,6 +158,7 @@ class WorkerProcess:
         return f"the executor (pid {pid}, state {process_state(pid) or 'gone'})"
 
     def _shut_down(self) -> None:
+        self._child.begin_clean_up()
         worker, self._worker = self._worker, None
         if worker is None:
             return

@@ -17,9 +17,7 @@ from drumline.cli.args import Parser, add_flags, configs, parse, refuse_unbuilt
 from drumline.cli.bench import report
 from drumline.cli.bench.flags import count, positive
 from drumline.cli.bench.prompts import Lengths, Prompt, ordinary_ids, random_ids, read_prompts
-from drumline.errors import ConfigError, DrumlineError, ExitCode
-
-FAILED = 1
+from drumline.errors import ConfigError, DrumlineError, ExitCode, FailedError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         raise
     except DrumlineError as e:
         print(f"drumline bench offline: {e}", file=sys.stderr)
-        return FAILED
+        return e.exit_code if isinstance(e, FailedError) else ExitCode.FAILED
 
 
 def _parser() -> Parser:

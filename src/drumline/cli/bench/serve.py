@@ -29,9 +29,6 @@ from drumline.cli.bench.stats import Outcome, summarise
 from drumline.errors import ConfigError, ExitCode
 from drumline.text.tokenizer import Tokenizer
 
-FAILED = 1
-"""Exit code if a request failed, or there is no server."""
-
 
 class RefusedError(Exception):
     """No server, or it takes no such request. The message is for the user."""
@@ -45,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         return _run_loop(run)
     except (RefusedError, AddressError) as e:
         print(f"drumline bench serve: {e}", file=sys.stderr)
-        return FAILED
+        return ExitCode.FAILED
 
 
 # ------------------------------------------------------------------------------------------------------------------ run
@@ -145,7 +142,7 @@ class Bench:
             raise ConfigError(f"the result cannot be written: {e}") from None
         if run.interrupted:
             return ExitCode.INTERRUPTED
-        return FAILED if summary.failed or not summary.completed else ExitCode.OK
+        return ExitCode.FAILED if summary.failed or not summary.completed else ExitCode.OK
 
     def _settings(self) -> dict[str, Any]:
         options = self.options
