@@ -72,7 +72,7 @@ def make_request(
     request: EngineRequest, number: int, limits: Limits, pool: BlockPool, *, identity: str = ""
 ) -> Request:
     """The scheduler's form of a request, which arrived as the ``number``-th. RequestError if it can never be served."""
-    prompt, sampling = request.prompt_token_ids, request.sampling
+    prompt, known, sampling = request.prompt_token_ids, request.output_token_ids, request.sampling
     if not prompt:
         raise RequestError("the prompt is empty", param="prompt")
     if len(prompt) >= limits.max_model_len:
@@ -89,6 +89,8 @@ def make_request(
     max_length = limits.max_model_len
     if sampling.max_tokens is not None:
         max_length = min(max_length, len(prompt) + sampling.max_tokens)
+    if known:
+        _check_known(known, max_length - len(prompt), limits.vocab_size)
     slot_sampling = _slot_sampling(request, limits.vocab_size)
     if sampling.allowed_token_ids and not slot_sampling.allowed_ids:  # none at all would mean all
         raise RequestError("allowed_token_ids: none of them is in the vocabulary", param="allowed_token_ids")
@@ -99,8 +101,9 @@ def make_request(
         slot_sampling.min_tokens,
         limits.vocab_size,
     )
+    scored = sampling.prompt_logprobs is not None and not known  # they came with the first token
     most = MAX_SCORED_VALUES // score_cost(slot_sampling)
-    if sampling.prompt_logprobs is not None and not limits.enable_chunked_prefill and len(prompt) - 1 > most:
+    if scored and not limits.enable_chunked_prefill and len(prompt) - 1 > most:
         raise RequestError(
             f"prompt_logprobs are computed for {most} tokens in a step, but the prompt has {len(prompt)} and "
             f"prompts are not computed in chunks: ask for fewer, or start the server with chunked prefill",
@@ -120,18 +123,27 @@ def make_request(
         number=number,
         priority=priority,
         rank=(1, priority, number),
-        tokens=list(prompt),
+        tokens=[*prompt, *known],
         num_prompt=len(prompt),
-        length=len(prompt),
+        length=len(prompt) + len(known),
         max_length=max_length,
         sampling=slot_sampling,
         sampling_bytes=len(msgspec.msgpack.encode(slot_sampling)),
         end_tokens=frozenset(() if sampling.ignore_eos else request.eos_token_ids),
         stop_tokens=frozenset(sampling.stop_token_ids or ()),
-        prompt_logprobs=None if sampling.prompt_logprobs is None else [],
+        prompt_logprobs=[] if scored else None,
         dead_ends=DeadEnds.of(slot_sampling, limits.vocab_size),
         chain=HashChain(pool.block_size, model=identity, salt=request.cache_salt),
+        num_cached=0 if known else -1,  # what it finds is its own
     )
+
+
+def _check_known(known: list[int], room: int, vocab_size: int) -> None:
+    """RequestError if an output cannot go on after these tokens. ``room``: tokens that it may have."""
+    if len(known) >= room:
+        raise RequestError(f"{len(known)} output tokens are known, but it may have {room}", param="output_token_ids")
+    if min(known) < 0 or (vocab_size and max(known) >= vocab_size):
+        raise RequestError("a known output token is not in the vocabulary", param="output_token_ids")
 
 
 def _slot_sampling(request: EngineRequest, vocab_size: int) -> SlotSampling:
@@ -153,7 +165,7 @@ def _slot_sampling(request: EngineRequest, vocab_size: int) -> SlotSampling:
         top_k=sampling.top_k if 0 < sampling.top_k < most else 0,
         seed=request.seed % 2**64,
         logprobs=counted(sampling.logprobs),
-        prompt_logprobs=counted(sampling.prompt_logprobs),
+        prompt_logprobs=-1 if request.output_token_ids else counted(sampling.prompt_logprobs),
         min_p=sampling.min_p,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,

@@ -34,6 +34,9 @@ class EngineRequest(msgspec.Struct, tag="add", kw_only=True):
     case."""
     bad_words_ids: list[list[int]] = []
     """``sampling.bad_words`` as token ids, in all ways that are to be looked for."""
+    output_token_ids: list[int] = []
+    """What an engine before this one gave already: the output goes on after it. These tokens, their log-probabilities
+    and those of the prompt are not given again."""
     priority: int = 0
     """Lower ones are served first."""
     cache_salt: str = ""
