@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,10 +26,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tree(model: Path) -> Iterator[Callable[..., Tree]]:
     made: list[Tree] = []
 
-    def make(phase: str, victim: str = "") -> Tree:
+    def make(phase: str, victim: str = "", recovery: Sequence[str] = ("off",)) -> Tree:
         tree = Tree.__new__(Tree)
         made.append(tree)
-        tree.__init__(model, phase, victim)  # type: ignore[misc]
+        tree.__init__(model, phase, victim, recovery)  # type: ignore[misc]
         return tree
 
     yield make

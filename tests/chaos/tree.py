@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -31,7 +31,8 @@ BEFORE_READY = ("starting", "loading", "warming up")
 class Tree(Serve):
     """The command in a process group of its own, as a shell starts it."""
 
-    def __init__(self, model: Path, phase: str, victim: str = "") -> None:
+    def __init__(self, model: Path, phase: str, victim: str = "", recovery: Sequence[str] = ("off",)) -> None:
+        """``recovery``: value of that flag, and flags after it."""
         self.phase = phase
         self.home = Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))
         self.tmp = self.home / "t"
@@ -40,6 +41,7 @@ class Tree(Serve):
         self.log = self.home / "console"
         self.shm = shared_memory()
         flags = ["--load-format", "auto", "--shutdown-timeout", "60" if phase == "draining" else "1"]
+        flags += ["--recovery", *recovery]
         hold = HELD.get(phase, "")
         if hold:
             flags += ["--worker-cls", "tests.chaos.workers:Held"]

@@ -15,6 +15,8 @@ import numpy as np
 from drumline.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from drumline.engine.client import AsyncEngineClient
 from drumline.engine.protocol import EngineRequest, RequestOutput
+from drumline.engine.recovering import RecoveringEngineClient
+from drumline.engine.recovery import Limits
 from drumline.plan.sampling import SamplingParams
 
 VOCAB = 307
@@ -43,12 +45,12 @@ def prompt(seed: int, length: int) -> list[int]:
 class Engine:
     """An asynchronous engine on a loop of its own, for tests that are plain functions."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, recovery: Limits | None = None) -> None:
         self.runner = asyncio.Runner()
-        self.client = self.runner.run(self._make(config))
+        self.client = self.runner.run(self._make(config, recovery))
 
-    async def _make(self, config: EngineConfig) -> AsyncEngineClient:
-        return AsyncEngineClient(config)
+    async def _make(self, config: EngineConfig, recovery: Limits | None) -> AsyncEngineClient:
+        return AsyncEngineClient(config) if recovery is None else RecoveringEngineClient(config, recovery)
 
     def start(self) -> None:
         self.run(self.client.start())
@@ -75,8 +77,8 @@ class Engine:
 
 
 @contextmanager
-def engine(config: EngineConfig, *, started: bool = True) -> Iterator[Engine]:
-    made = Engine(config)
+def engine(config: EngineConfig, *, started: bool = True, recovery: Limits | None = None) -> Iterator[Engine]:
+    made = Engine(config, recovery)
     try:
         if started:
             made.start()

@@ -1,4 +1,4 @@
-"""Requests whose first output tokens are known (an engine before this one gave them): they go on, and say nothing twice.
+"""Requests whose first output tokens are known (an engine before gave them): they go on, and say nothing twice.
 
 Whatever the place of the cut, prompt and known tokens are computed, and everything is as if there had been no cut.
 """

@@ -1,4 +1,4 @@
-"""The decision of recovery (``engine.recovery``), against a made-up engine that some requests kill, and against time."""
+"""The decision of recovery (``engine.recovery``), against a made-up engine that some requests kill."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def test_every_request_has_its_end(
     lengths: list[int], poisons: list[int | None], arrivals: list[int], kills: set[int]
 ) -> None:
     names = [str(number) for number in range(len(lengths))]
-    bad = {name: at for name, at, length in zip(names, poisons, lengths, strict=False) if at is not None and at < length}
+    given_poisons = zip(names, poisons, lengths, strict=False)
+    bad = {name: at for name, at, length in given_poisons if at is not None and at < length}
     world = World(dict(zip(names, lengths, strict=True)), bad)
     turn = 0
     while not world.gave_up and (turn < 60 or len(world.ended) + len(world.failed) < len(names)):

@@ -16,7 +16,7 @@ from typing import Any
 
 from drumline.config import EngineConfig, ModelConfig
 from drumline.engine.front import Stream
-from drumline.engine.protocol import EngineInfo, EngineRequest, EngineStats, ProcessState, RequestOutput
+from drumline.engine.protocol import EngineInfo, EngineRequest, EngineStats, ProcessState, Recoveries, RequestOutput
 from drumline.errors import EngineDeadError, FailureReport
 from drumline.plan.step import TokenLogprobs
 from drumline.server.app import create_app
@@ -47,6 +47,7 @@ class ScriptedEngine:
             scheduling_policy="priority",
         )
         self.failure: FailureReport | None = None
+        self.recoveries: Recoveries | None = None
         self.running: dict[str, EngineRequest] = {}
         self.seen: list[EngineRequest] = []
         self.gate = asyncio.Event()

@@ -254,6 +254,7 @@ class Console:
         if full:
             self.fill()
         command = [sys.executable, "-m", "drumline.cli.main", "serve", str(folder), *FLAGS, "--port", str(self.port)]
+        command += ["--recovery", "off"]
         self.process = subprocess.Popen(
             ["/bin/sh", "-c", f'exec "$@" {redirect}', "sh", *command],
             stdin=subprocess.DEVNULL,

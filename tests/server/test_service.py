@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from drumline.engine.protocol import ProcessState
+from drumline.engine.protocol import ProcessState, Recoveries
 
 from .peer import ScriptedEngine, Served, make_ready, served
 
@@ -44,6 +44,22 @@ async def test_health_through_the_life_of_a_server(folder: Path) -> None:
         assert set((await statuses(web)).values()) == {200}
         rows = (await web.get("/startupz")).json()["processes"]
         assert {"name": "Worker_TP0", "rank": 0, "phase": "ready"}.items() <= rows[1].items()
+
+        recoveries = server.engine.recoveries = Recoveries(active=True, reason="Worker_TP1 was killed by SIGKILL")
+        assert await statuses(web) == {"/livez": 200, "/startupz": 200, "/readyz": 503, "/health": 503}
+        state = (await web.get("/startupz")).json()
+        assert state["status"] == "recovering"
+        refused = await web.post(CHAT, json=HELLO)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "2")
+        assert "being started again: Worker_TP1 was killed by SIGKILL" in refused.json()["error"]["message"]
+        recoveries.by_cause["signal"] += 1
+        recoveries.count(2.2)
+        recoveries.active = False
+        assert set((await statuses(web)).values()) == {200}
+        told = (await web.get("/metrics")).text
+        assert re.search(r'drumline:engine_restarts_total\{cause="signal",.*\} 1.0', told)
+        assert re.search(r'drumline:engine_restarts_total\{cause="hang",.*\} 0.0', told)
+        assert re.search(r'drumline:engine_pause_seconds_bucket\{engine="0",le="2.5",.*\} 1.0', told)
 
         server.engine.die()
         assert await statuses(web) == {"/livez": 200, "/startupz": 503, "/readyz": 503, "/health": 503}

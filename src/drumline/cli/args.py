@@ -23,6 +23,7 @@ from drumline.config import (
     LOG_LEVELS,
     MODEL_IMPLS,
     POLICIES,
+    SWITCH,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -215,6 +216,10 @@ GROUPS: dict[str, list[Flag]] = {
             "--shutdown-timeout", "server.shutdown_timeout_s", "for running ones after that (20)", float, metavar="S"
         ),
         _flag("--api-server-count -asc", "server.api_server_count", "processes that speak HTTP", count, metavar="N"),
+        _flag("--recovery", "server.recovery", "start a dead engine again, requests go on (on)", choices=SWITCH),
+        _flag("--recovery-restarts", "server.recovery_restarts", "most in a window (3)", count, metavar="N"),
+        _flag("--recovery-window", "server.recovery_window_s", "seconds of a window (600)", float, metavar="S"),
+        _flag("--recovery-backoff", "server.recovery_backoff_s", "before the second one (1)", float, metavar="S"),
     ],
 }
 

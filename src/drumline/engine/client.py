@@ -34,6 +34,7 @@ from drumline.engine.protocol import (
     EngineStats,
     OutputHandle,
     ProcessState,
+    Recoveries,
     RequestOutput,
     UtilityCall,
     UtilityResult,
@@ -244,6 +245,8 @@ class AsyncEngineClient(_Client):
         self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
         self._dead: asyncio.Event = asyncio.Event()
         self._watched_fd = -1
+        self.recoveries: Recoveries | None = None
+        """See ``engine.recovering``."""
 
     async def start(self) -> EngineInfo:
         """Start all processes. StartupError if one fails; whatever did start is ended then."""
@@ -267,7 +270,7 @@ class AsyncEngineClient(_Client):
         self._check_id(request.request_id)
         stream = self._streams[request.request_id] = _AsyncStream()
         try:
-            self._send(request)
+            self._submit(request)
             while True:
                 output = await stream.next()
                 if output is None:
@@ -289,7 +292,7 @@ class AsyncEngineClient(_Client):
         stream = _PushStream(request.request_id, self._forget, on_output, on_dead)
         self._streams[request.request_id] = stream
         try:
-            self._send(request)
+            self._submit(request)
         except BaseException:
             stream.close()
             raise
@@ -297,12 +300,9 @@ class AsyncEngineClient(_Client):
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; their iterators end with finish_reason ``abort``."""
-        self._send(Abort(request_ids=list(request_ids)))
+        self._withdraw(request_ids)
         for request_id in request_ids:
-            if (stream := self._streams.get(request_id)) is not None:
-                stream.end(request_id, "abort")
-                if isinstance(stream, _PushStream):
-                    stream.resume()
+            self._end_stream(request_id, "abort")
 
     async def call(self, method: str, *args: Any, timeout: float = 60.0) -> Any:  # noqa: ASYNC109
         """Call a method of the engine core. RemoteCallError if it raises, RPCTimeoutError, EngineDeadError."""
@@ -359,6 +359,23 @@ class AsyncEngineClient(_Client):
             if not stream.finished:
                 self._drop(stream.request_id)
 
+    def _end_stream(self, request_id: str, reason: str, message: str = "") -> None:
+        """End a request on this side, if it is there."""
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.end(request_id, reason, message)
+            if isinstance(stream, _PushStream):
+                stream.resume()
+
+    def _submit(self, request: EngineRequest) -> None:
+        """A new request, whose stream is there already."""
+        self._send(request)
+
+    def _withdraw(self, request_ids: Sequence[str]) -> None:
+        self._send(Abort(request_ids=list(request_ids)))
+
+    def _note(self, output: RequestOutput) -> None:
+        """Called with each output before its stream gets it, which may change it."""
+
     def _drop(self, request_id: str) -> None:
         """Nobody wants a request any more. If the engine is dead or being shut down it has none."""
         if self.failure is None and self._watched_fd >= 0:
@@ -386,11 +403,13 @@ class AsyncEngineClient(_Client):
         if channel is None or self._watched_fd < 0:
             return
         touched: dict[str, _PushStream] = {}
+        note = self._note
         for message in channel.receive():
             if isinstance(message, EngineOutputs):
                 self._stats = message.stats
                 for output in message.outputs:
                     if (stream := self._streams.get(output.request_id)) is not None:
+                        note(output)
                         stream.put(output)
                         if isinstance(stream, _PushStream):
                             touched[output.request_id] = stream
@@ -426,6 +445,9 @@ class AsyncEngineClient(_Client):
         """Wake everyone who waits; they find the failure."""
         for stream in list(self._streams.values()):
             stream.wake()
+        self._end_calls()
+
+    def _end_calls(self) -> None:
         for future in self._calls.values():
             if not future.done():
                 try:

@@ -97,11 +97,17 @@ class Stream:
             merge(self._pending, output)
         self.finished = self.finished or output.finish_reason is not None
 
-    def end(self, request_id: str, reason: str) -> None:
+    def end(self, request_id: str, reason: str, message: str = "") -> None:
         """Put in a last output of the front end's own making."""
         if not self.finished:
             self.put(
-                RequestOutput(request_id=request_id, first_index=self._next_index, token_ids=[], finish_reason=reason)
+                RequestOutput(
+                    request_id=request_id,
+                    first_index=self._next_index,
+                    token_ids=[],
+                    finish_reason=reason,
+                    message=message,
+                )
             )
 
     def take(self) -> RequestOutput | None:

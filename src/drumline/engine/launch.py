@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import cloudpickle
@@ -38,6 +39,14 @@ log = logging.getLogger(__name__)
 CORE_SLACK_S = 0.5
 """What the engine core has, after its workers have ended or been killed, to end itself."""
 
+_START_PHASES = (
+    ("fork server", "fork server: ready"),
+    ("engine core", "starting workers"),
+    ("workers, model", "KV cache"),
+    ("KV cache, warm-up", "ready"),
+)
+"""Name of each phase of a start, and the mark that ends it."""
+
 
 class EngineProcesses:
     """See the module's text. Thread-safe.
@@ -46,20 +55,36 @@ class EngineProcesses:
         config: ``model.path`` is set.
         role: what reports and the process table call this process.
         on_failure: called once, in the supervisor's thread, when the engine is dead. Must not block.
+        keep: if the engine dies once it was ready, its fork server is kept for those that come after (the imports are
+            most of a start); :meth:`close` ends it.
+        before: the processes of the engine in whose place these come; they have been shut down.
 
     """
 
-    def __init__(self, config: EngineConfig, *, role: str, on_failure: Callable[[FailureReport], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        role: str,
+        on_failure: Callable[[FailureReport], None],
+        keep: bool = False,
+        before: EngineProcesses | None = None,
+    ) -> None:
         self.config = config
         self.failure: FailureReport | None = None
         """Root cause, once the engine is dead."""
         self._role = role
         self._on_failure = on_failure
         self._phase = "starting"
-        self._forkserver: ForkServer | None = None
+        self._keep = keep
+        self._log_dir: str = before._log_dir if before is not None else config.process.log_dir
+        self._forkserver: ForkServer | None = None if before is None else before._take_forkserver()
+        self._kept = False
         self._supervisor: Supervisor | None = None
         self._core: Member | None = None
         self._workers: dict[int, ProcessState] = {}
+        self._marks: dict[str, float] = {}
+        """time.monotonic() of the first moment of each phase."""
         self._lock = threading.Lock()
         self._stopping = False
         self._stopped = threading.Event()
@@ -67,15 +92,17 @@ class EngineProcesses:
     def start(self, door: int) -> None:
         """Start fork server and engine core; returns before they have done anything. ConfigError if that is known to
         be in vain. ``door``: descriptor that leads the engine core to the front end's socket."""
+        self._marks["start"] = time.monotonic()
         process = self.config.process
         preload = process.preload or preload_of(self.config)
         level = process.log_level
         with self._lock:
             if self._stopping:
                 raise self._stopped_error()
-            self._forkserver = ForkServer.start(
-                preload, log=LogConfig.create(level=level, dir=process.log_dir), role=self._role
-            )
+            if self._forkserver is None:
+                logs = LogConfig.create(level=level, dir=self._log_dir)
+                self._log_dir = logs.dir
+                self._forkserver = ForkServer.start(preload, log=logs, role=self._role)
             ladder_s = process.stop_timeout_s + process.terminate_timeout_s
             # The engine core climbs that ladder with its workers, so it gets longer before it is killed itself.
             self._supervisor = Supervisor(
@@ -109,6 +136,7 @@ class EngineProcesses:
             if self._stopping:
                 raise self._stopped_error()
         self._phase = "ready"
+        self._marks["ready"] = time.monotonic()
         return msgspec.msgpack.decode(core.info, type=EngineInfo)
 
     def raise_if_dead(self) -> None:
@@ -127,6 +155,15 @@ class EngineProcesses:
             rows.append(ProcessState(name=self._core.name, pid=self._core.pid, phase=self._core.phase))
         return rows + [self._workers[rank] for rank in sorted(self._workers)]
 
+    def start_seconds(self) -> dict[str, float]:
+        """Seconds of the start by phase, once it is ready. They add up to the whole."""
+        found: dict[str, float] = {}
+        before = self._marks["start"]
+        for name, mark in _START_PHASES:
+            if mark in self._marks:
+                found[name], before = self._marks[mark] - before, self._marks[mark]
+        return found
+
     def shutdown(self) -> None:
         """End all processes: ladder, then the fork server. Idempotent, bounded; other callers wait for the first."""
         with self._lock:
@@ -135,13 +172,35 @@ class EngineProcesses:
             self._stopped.wait(30.0)
             return
         try:
+            self._kept = self._may_keep()
             if self._supervisor is not None:
                 self._supervisor.close(force=self.failure is not None)
-            if self._forkserver is not None:
+            if self._forkserver is not None and not self._kept:
                 self._forkserver.close()
         finally:
             self._phase = "stopped"
             self._stopped.set()
+
+    def _may_keep(self) -> bool:
+        """All of a dead engine is gone but the fork server, which works."""
+        if not self._keep or self.failure is None or "ready" not in self._marks:
+            return False
+        assert self._supervisor is not None
+        assert self._forkserver is not None
+        self._supervisor.shutdown(force=True)
+        return self._forkserver.clear()
+
+    def _take_forkserver(self) -> ForkServer | None:
+        """The one that was kept, if there is one, for its next user."""
+        with self._lock:
+            kept, self._kept = self._kept, False
+            return self._forkserver if kept else None
+
+    def close(self) -> None:
+        """:meth:`shutdown`, and the fork server that was kept is ended too. Idempotent, bounded."""
+        self.shutdown()
+        if (forkserver := self._take_forkserver()) is not None:
+            forkserver.close()
 
     # events: the supervisor's thread
 
@@ -149,6 +208,9 @@ class EngineProcesses:
         if event.kind is EventKind.MESSAGE:
             row = msgspec.msgpack.decode(event.data, type=ProcessState)
             self._workers[row.rank or 0] = row
+        elif event.kind is EventKind.PHASE:
+            phase = event.phase if event.member is not None else f"fork server: {event.phase}"
+            self._marks.setdefault(phase, time.monotonic())
         elif event.kind is EventKind.FAILURE and event.report is not None:
             self._note_failure(event.report)
 

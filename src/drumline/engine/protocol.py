@@ -7,8 +7,10 @@ engine core's control connection.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -171,6 +173,34 @@ class ProcessState(msgspec.Struct, kw_only=True):
     """``starting``, ``imports``, ``init_device``, ``load_model 40%``, ``ready`` ..."""
 
 
+PAUSES = (0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 7.5, 10, 15, 20, 30, 60, 120, 300)
+"""Upper bounds of the buckets of ``Recoveries.pauses``, in seconds."""
+
+
+@dataclass
+class Recoveries:
+    """What became of the deaths of an engine that is started again."""
+
+    active: bool = False
+    """It is being started again, or has not got all requests back yet: nobody new is served."""
+    reason: str = ""
+    """What it died of, in a line, while ``active``."""
+    by_cause: Counter[str] = field(default_factory=Counter)
+    """Restarts, by what it died of (``FailureReport.what``)."""
+    pauses: list[int] = field(default_factory=lambda: [0] * (len(PAUSES) + 1))
+    """Restarts that went well, by the seconds from the death to the first token after it: one for each of ``PAUSES``,
+    and one over."""
+    pause_s: float = 0.0
+    """Seconds of all pauses."""
+    poisonous: int = 0
+    """Requests that were failed because the engine died under them."""
+
+    def count(self, pause: float) -> None:
+        """A pause is over."""
+        self.pauses[bisect_left(PAUSES, pause)] += 1
+        self.pause_s += pause
+
+
 class OutputHandle(Protocol):
     """One request of :meth:`AsyncEngine.open`. Methods are called on the engine's loop."""
 
@@ -197,6 +227,10 @@ class AsyncEngine(Protocol):
     @property
     def failure(self) -> FailureReport | None:
         """Root cause, once the engine is dead."""
+
+    @property
+    def recoveries(self) -> Recoveries | None:
+        """None if its death is final (``failure``)."""
 
     def stats(self) -> EngineStats:
         """Of the last step."""

@@ -146,6 +146,8 @@ class ForkServer:
         self.import_seconds: dict[str, float] = {}
         self.members: dict[int, Member] = {}
         self.closing = False
+        self.cleared = threading.Event()
+        """Set by the supervisor that reads the connection."""
         self._owner_pid = os.getpid()
         self._supervisor: weakref.ref[Supervisor] | None = None
         self._lock = threading.Lock()
@@ -237,6 +239,20 @@ class ForkServer:
         with theirs, contextlib.suppress(ChannelClosedError, TimeoutError):  # the supervisor sees to both
             self.conn.send(message, fds=[theirs.fileno(), *spec.fds], timeout_s=0.0)
         return member
+
+    def clear(self, timeout_s: float = 3.0) -> bool:
+        """Have all children killed, also those of others than this process, and wait until they are gone.
+
+        False: it did not get there in time, or is dead, stopped or not ready; then close it. A supervisor must have
+        claimed it. Nobody may have children made meanwhile.
+        """
+        if self.process is None or self.closing or self.phase != "ready" or process_state(self.pid) in ("", "T", "Z"):
+            return False
+        self.cleared.clear()
+        with contextlib.suppress(ChannelClosedError, TimeoutError):
+            self.conn.send(m.Clear(), timeout_s=0.0)
+            return self.cleared.wait(timeout_s)
+        return False
 
     def claim(self, supervisor: Supervisor | None) -> None:
         """Say who reads the connection (None: nobody any more)."""

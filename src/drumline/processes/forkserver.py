@@ -15,6 +15,7 @@ Deaths:
   children after the grace and exits. While imports run (no loop yet) a timer signal looks for it.
 - Its own end: the children have PDEATHSIG, which follows the thread that forked them: the only one here. If the root
   is gone too and nobody has said so, the root's own child with access (the engine core) reports both.
+- The root starts the engine again (``Clear``): all children are killed at once, and it is told when they are gone.
 - It is stopped (SIGSTOP) and the root is gone: a child that sees its owner gone kills it.
 
 It is a subreaper: orphans of its children become its own, are reaped, and are killed when their grace is over.
@@ -96,6 +97,8 @@ class ForkServerProcess:
         self.obstacles: list[str] = []
         self.early: list[Frame[m.ToServer]] = []
         self.ending: float | None = None
+        self.clearing = False
+        """The root wants all children gone; none is made meanwhile."""
         self.terminated = False
         self.importing = False
         self.exit_code = 0
@@ -222,6 +225,9 @@ class ForkServerProcess:
             elif not by_fd[fd].gone:
                 self._serve(by_fd[fd], fd)
         self._reap()
+        if self.clearing and not self.children and not self.strays:
+            self.clearing = False
+            self._tell(self.root, m.Cleared())
         if self.terminated and self.ending is None:
             self._end_by_sigterm()
         self._kill_overdue()
@@ -257,6 +263,8 @@ class ForkServerProcess:
         for frame in frames:
             if isinstance(frame.message, m.Spawn):
                 self._spawn(client, frame.message, frame.fds)
+            elif isinstance(frame.message, m.Clear) and client.root:
+                self._clear()
             elif isinstance(frame.message, m.Shutdown) and client.root:
                 client.gone = True
                 self._end_all()
@@ -323,6 +331,16 @@ class ForkServerProcess:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(child.pidfd, signal.SIGTERM)
 
+    def _clear(self) -> None:
+        """Kill all children now; what they leave is killed when they are reaped."""
+        self.clearing = True
+        now = time.monotonic()
+        for child in self.children.values():
+            child.kill_at = now
+        for pid in self.strays:
+            self.strays[pid] = now
+        self._kill_overdue()
+
     def _end_by_sigterm(self) -> None:
         self.exit_code = 128 + signal.SIGTERM
         report = exit_report(
@@ -374,7 +392,7 @@ class ForkServerProcess:
 
     def _adopt_strays(self) -> None:
         """Descendants of a child that ended are ours now; they get the grace too."""
-        kill_at = time.monotonic() + self.begin.grace_s
+        kill_at = time.monotonic() + (0.0 if self.clearing else self.begin.grace_s)
         for pid in linux.children_of(os.getpid()):
             if pid not in self.children and pid not in self.helpers:
                 self.strays.setdefault(pid, kill_at)
@@ -395,7 +413,7 @@ class ForkServerProcess:
     # ---- births ----
 
     def _spawn(self, client: _Client, spawn: m.Spawn, fds: list[int]) -> None:
-        if self.ending is not None or _hung_up(fds[0]):
+        if self.ending is not None or self.clearing or _hung_up(fds[0]):
             return  # nobody is left who would want it
         changes = m.unpack_env(spawn.env)
         reasons = self.obstacles or needs_fresh(self.env, changes)

@@ -132,7 +132,11 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """End all children and yourself, without a report."""
 
 
-ToServer = Begin | Spawn | Shutdown
+class Clear(msgspec.Struct, tag="clear"):
+    """Kill all children and what they left, say :class:`Cleared` when they are gone, and go on. From the root."""
+
+
+ToServer = Begin | Spawn | Shutdown | Clear
 
 # ---- fork server to client -----------------------------------------------------------------------------------------
 
@@ -183,7 +187,11 @@ class Exited(msgspec.Struct, tag="exited", kw_only=True):
     time: float = 0.0
 
 
-ToClient = ServerPhase | ServerReady | ServerFailed | Spawned | SpawnFailed | Exited
+class Cleared(msgspec.Struct, tag="cleared"):
+    """There are no children any more."""
+
+
+ToClient = ServerPhase | ServerReady | ServerFailed | Spawned | SpawnFailed | Exited | Cleared
 
 # ---- fork server to a child that is executed fresh -----------------------------------------------------------------
 

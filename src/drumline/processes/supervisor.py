@@ -378,6 +378,8 @@ class Supervisor:
             case m.Exited():
                 how = c.Exit(message.code, message.signal, message.oom)
                 self._feed(c.ExitTold(message.key, how, message.time))
+            case m.Cleared():
+                server.cleared.set()
 
     def _on_server_phase(self, server: ForkServer, phase: str) -> None:
         server.phase = phase

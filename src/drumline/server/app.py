@@ -324,9 +324,10 @@ async def livez(service: Service, request: Request) -> Response:
 
 
 async def startupz(service: Service, request: Request) -> Response:
-    """``GET /startupz``: what every process is doing; 200 once the start is over, 503 before and after a failure."""
+    """``GET /startupz``: what every process is doing; 200 once the start is over, also while the engine is started
+    again; 503 before that and once it has failed."""
     state = service.startup_state()
-    return json_response(state, 200 if state.status == "ready" else 503)
+    return json_response(state, 200 if state.status in ("ready", "recovering") else 503)
 
 
 async def load(service: Service, request: Request) -> Response:

@@ -23,7 +23,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from drumline.engine.protocol import STEP_TOKENS
+from drumline.engine.protocol import PAUSES, STEP_TOKENS, Recoveries
 from drumline.text.requests import PreparedRequest
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ OUTPUTS = (1, 2, 5, 10, 20)
 PHASES = ("schedule", "dispatch", "wait", "update", "output", "forward", "sample")
 """Of the engine core: making plans, handing them out, waiting for answers, taking them in, handing outputs on. Of the
 worker that answers: forward and sampling; the core waits meanwhile, or works on the next plan."""
+CAUSES = ("signal", "exit", "exception", "oom", "hang")
+"""What an engine can die of (``FailureReport.what``); there may be others."""
 REASONS = ("stop", "length", "abort", "error")
 
 
@@ -179,6 +181,8 @@ class Metrics(Collector):
             yield histogram.family(labels)
         if service.engine is not None and service.engine.info is not None:
             yield from _engine(service, service.engine.stats(), labels)
+            if service.engine.recoveries is not None:
+                yield from _recoveries(service.engine.recoveries, labels)
 
 
 def _engine(service: Service, stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric]:
@@ -216,6 +220,20 @@ def _engine(service: Service, stats: EngineStats, labels: dict[str, str]) -> Ite
     for phase in PHASES:
         seconds.add_metric([*labels.values(), phase], getattr(stats, f"{phase}_s"))
     yield seconds
+
+
+def _recoveries(found: Recoveries, labels: dict[str, str]) -> Iterator[Metric]:
+    restarts = CounterMetricFamily(
+        "drumline:engine_restarts", "Times that a dead engine was started again", labels=[*labels, "cause"]
+    )
+    for cause in dict.fromkeys((*CAUSES, *found.by_cause)):  # all known ones from the start, so that rates are right
+        count = found.by_cause[cause]
+        restarts.add_metric([*labels.values(), cause], count)
+    yield restarts
+    pauses = Histogram("drumline:engine_pause_seconds", "From a death to the first token after it", PAUSES)
+    pauses.set(found.pauses, found.pause_s)
+    yield pauses.family(labels)
+    yield _counter("drumline:poisonous_requests", "Requests failed since engines died of them", found.poisonous, labels)
 
 
 def _gauge(name: str, text: str, value: float, labels: dict[str, str]) -> Metric:

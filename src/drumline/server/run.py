@@ -230,10 +230,7 @@ class Command:
         config = await resolve(self._config, self.service.set_phase)
         check_model(config)
         self.service.set_phase("starting the engine")
-        # Late, so that the first answers of /startupz do not wait for its imports.
-        from drumline.engine.client import AsyncEngineClient
-
-        self._engine = self.service.engine = AsyncEngineClient(config)
+        self._engine = self.service.engine = make_engine(config, self._server)
         info, files = await self._start_engine(
             asyncio.create_task(self._engine.start()),
             asyncio.create_task(asyncio.to_thread(TextFiles.read, config)),
@@ -314,6 +311,21 @@ class Command:
         elif outcome.message:
             console.last_word(outcome.message)
         return outcome.code
+
+
+def make_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngine:
+    """The engine's client, with recovery if that is on."""
+    # Late, so that the first answers of /startupz do not wait for these imports.
+    from drumline.engine.client import AsyncEngineClient
+    from drumline.engine.recovering import RecoveringEngineClient
+    from drumline.engine.recovery import Limits
+
+    if server.recovery == "off":
+        return AsyncEngineClient(config)
+    limits = Limits(
+        restarts=server.recovery_restarts, window_s=server.recovery_window_s, backoff_s=server.recovery_backoff_s
+    )
+    return RecoveringEngineClient(config, limits)
 
 
 async def first(*futures: asyncio.Future[Any]) -> None:

@@ -409,10 +409,12 @@ class ProcessPhase(msgspec.Struct, kw_only=True):
 
 
 class StartupState(msgspec.Struct, kw_only=True):
-    """Answer of ``/startupz``: status 200 once the server could answer requests, 503 before that and when it ended."""
+    """Answer of ``/startupz``: status 200 once the server could answer requests (also while its engine is started
+    again), 503 before that and when it ended."""
 
     status: str
-    """``starting``, ``ready``, ``draining``, ``failed``, ``stopping``."""
+    """``starting``, ``ready``, ``recovering`` (a dead engine is being started again), ``draining``, ``failed``,
+    ``stopping``."""
     phase: str
     """What the command itself is doing."""
     seconds: float

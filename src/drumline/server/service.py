@@ -1,7 +1,8 @@
 """State that all routes share: which phase the server is in, the engine, the text room, and who is being served.
 
 The HTTP port answers from the first moment, long before there is an engine: ``engine`` and ``text`` are None until
-then and routes that need them say 503. States only go up: starting, ready, draining, stopping or failed.
+then and routes that need them say 503. States only go up: starting, ready, draining, stopping or failed; but for
+``recovering``, which the engine's client knows of.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 RETRY_S = 5
 """When to come back to a server that ends, in seconds: whatever runs it may have started another one by then."""
+RECOVERY_RETRY_S = 2
+"""``Retry-After`` while the engine is started again."""
 
 
 class Service:
@@ -59,12 +62,15 @@ class Service:
 
     @property
     def status(self) -> str:
-        """``starting``, ``ready``, ``draining``, ``failed`` or ``stopping``.
+        """``starting``, ``ready``, ``draining``, ``recovering``, ``failed`` or ``stopping``.
 
-        An engine that died makes ``ready`` and ``draining`` ``failed``.
+        An engine that died makes ``ready`` and ``draining`` ``recovering`` if it is started again, else ``failed``.
         """
-        if self._status in ("ready", "draining") and self.engine is not None and self.engine.failure is not None:
-            return "failed"
+        if self._status in ("ready", "draining") and self.engine is not None:
+            if self.engine.failure is not None:
+                return "failed"
+            if self.engine.recoveries is not None and self.engine.recoveries.active:
+                return "recovering"
         return self._status
 
     @property
@@ -85,10 +91,12 @@ class Service:
     def require_ready(self, *, admitted: bool = False) -> tuple[AsyncEngine, TextRoom]:
         """Engine and text room, or ApiError 503 that says why not. ``admitted``: for a request that is."""
         status = self.status
-        if status == "draining" and self._refusing and not admitted:
+        if self._status == "draining" and self._refusing and not admitted and status != "failed":
             raise unavailable("The server is shutting down.", retry_after=RETRY_S)
         if status == "starting":
             raise unavailable(f"The model is not ready yet ({self.phase}); see /startupz.", retry_after=1)
+        if status == "recovering" and not admitted:  # one that is waits with those that run
+            raise unavailable(self.failure(), retry_after=RECOVERY_RETRY_S)
         if status == "stopping":
             raise unavailable("The server is shutting down.", retry_after=RETRY_S)
         if status == "failed" or self.engine is None or self.text is None:
@@ -124,6 +132,8 @@ class Service:
         """One line on what broke; empty if nothing did."""
         if self.engine is not None and self.engine.failure is not None:
             return f"The engine died: {self.engine.failure.headline()}"
+        if self.status == "recovering" and self.engine is not None and self.engine.recoveries is not None:
+            return f"The engine died and is being started again: {self.engine.recoveries.reason}"
         return self.message
 
     def ended(self) -> asyncio.Future[ApiError]:
