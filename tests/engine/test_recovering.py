@@ -10,13 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from drumline.config import ProcessConfig
 from drumline.engine.launch import preload_of
 from drumline.engine.protocol import EngineRequest, RequestOutput
 from drumline.engine.recovery import Limits
-from drumline.errors import EngineDeadError, RequestError
+from drumline.errors import DrumlineError, EngineDeadError, RequestError
 from drumline.plan.sampling import SamplingParams
 from drumline.plan.step import TokenLogprobs
 
@@ -179,6 +180,10 @@ def test_a_poisonous_request_is_failed_alone(tiny: tuple[Path, Any]):
         assert recoveries is not None
         assert (recoveries.poisonous, recoveries.by_cause["signal"]) == (1, 3)
         assert not recoveries.active
+        for seed in (1, 2):  # clients try again
+            with pytest.raises(DrumlineError, match="not tried again"):
+                served.run(served.tokens(msgspec.structs.replace(bad, request_id=f"bad{seed}", seed=seed)))
+        assert recoveries.by_cause["signal"] == 3
         # its deaths are not counted: a second one is found just the same
         ended = served.run(served.outputs(greedy("worse", [POISON], 20)))
         assert (ended[-1].finish_reason, recoveries.poisonous) == ("error", 2)

@@ -176,6 +176,32 @@ def test_starts_that_fail_make_no_suspects_but_count() -> None:
     assert isinstance(last, GiveUp)
 
 
+def test_requests_that_kill_now_and_then_are_no_broken_engine() -> None:
+    core = Recovery(LIMITS)
+    for number in range(9):
+        now = number * 201.0 + 1
+        core.added("bad")
+        for _ in range(2):
+            core.died(now)
+            core.ready()
+        found = core.died(now)
+        assert found[0] == Fail("bad", 3)
+        if number < 2:
+            assert found[1] == Restart(0.0)
+            core.ready()
+            continue
+        assert isinstance(found[1], GiveUp), "three within 600 s and none that was well"
+        break
+    core = Recovery(LIMITS)
+    for number in range(9):
+        core.added("bad")
+        for _ in range(2):
+            core.died(number * 301.0)
+            core.ready()
+        assert core.died(number * 301.0) == [Fail("bad", 3), Restart(0.0)]
+        core.ready()
+
+
 @pytest.mark.parametrize("well", [True, False])
 def test_a_suspect_that_is_over_makes_room_for_the_next(well: bool) -> None:
     core = Recovery(LIMITS)

@@ -19,6 +19,7 @@ Not carried over: prefix cache and counters of the old engine, calls (they fail)
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import threading
 import time
@@ -33,7 +34,7 @@ from drumline.engine.front import FrontChannel
 from drumline.engine.launch import EngineProcesses
 from drumline.engine.protocol import Abort, EngineInfo, EngineRequest, Recoveries, RequestOutput
 from drumline.engine.recovery import Fail, GiveUp, Instruction, Limits, Recovery, Restart, Send, Withdraw
-from drumline.errors import EngineDeadError, FailureReport, StartupError
+from drumline.errors import DrumlineError, EngineDeadError, FailureReport, StartupError
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,8 @@ class RecoveringEngineClient(AsyncEngineClient):
         self._task: asyncio.Task[None] | None = None
         self._restart: _Restart | None = None
         """The one under way, until the first token after it."""
+        self._poison: dict[bytes, float] = {}
+        """When requests were found poisonous, by what makes them the same (:func:`_likeness`)."""
         self.recoveries = self._tally = Recoveries()
 
     # state
@@ -163,9 +166,22 @@ class RecoveringEngineClient(AsyncEngineClient):
         if not self._started or self._final is not None or self._end.is_set():
             self._ready_channel()  # says why not
             raise EngineDeadError(FailureReport(role=self._role, what="was shut down"))
+        self._refuse_poison(request)
         self._journal[request.request_id] = _Entry(request)
         if self._decision.added(request.request_id):
             self._send(request)
+
+    def _refuse_poison(self, request: EngineRequest) -> None:
+        """DrumlineError for one that was found to kill engines: clients try again what ended with an error."""
+        if not self._poison:
+            return
+        since = time.monotonic() - self._decision.limits.window_s
+        self._poison = {key: found for key, found in self._poison.items() if found > since}
+        if _likeness(request) in self._poison:
+            raise DrumlineError(
+                f"the engine died each time it computed this prompt with these parameters; it is not tried again "
+                f"within {self._decision.limits.window_s:g} s"
+            )
 
     def _withdraw(self, request_ids: Sequence[str]) -> None:
         known = [name for name in request_ids if self._journal.pop(name, None) is not None]
@@ -281,7 +297,8 @@ class RecoveringEngineClient(AsyncEngineClient):
             name,
             poison.deaths,
         )
-        self._journal.pop(name, None)
+        if (entry := self._journal.pop(name, None)) is not None:
+            self._poison[_likeness(entry.request)] = time.monotonic()
         self._end_stream(
             name,
             "error",
@@ -357,6 +374,12 @@ class RecoveringEngineClient(AsyncEngineClient):
             restart.tokens,
             "" if self._decision.trial is None else "; those that were there at two deaths are first tried alone",
         )
+
+
+def _likeness(request: EngineRequest) -> bytes:
+    """Equal for requests that ask for the same, whatever their seeds."""
+    same = (request.prompt_token_ids, request.sampling, request.eos_token_ids, request.bad_words_ids)
+    return hashlib.blake2b(msgspec.msgpack.encode(same), digest_size=16).digest()
 
 
 def _go_on(requests: int) -> str:

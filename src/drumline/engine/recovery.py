@@ -11,9 +11,9 @@ outputs are a pure function of the request, so it has passed that place. It is w
 tried; when none is left all are sent together. Requests that were not tried wait meanwhile, as do new ones.
 
 **When it is enough.** ``restarts`` restarts in ``window_s`` seconds; the death after these is final. Deaths under a
-poisonous request are not counted once it is named. But as many named in a row, with no request that passed its trial or
-ended in between, mean that the engine is broken and not the requests: that is final too. The first restart is at once,
-later ones of the same window wait ``backoff_s``, then twice that, and so on.
+poisonous request are not counted once it is named. But as many named in a window, with no request that passed its
+trial or ended in between, mean that the engine is broken and not the requests: that is final too. The first restart is
+at once, later ones of the same window wait ``backoff_s``, then twice that, and so on.
 
 Rejected: to halve the suspects instead of trying each (half as many restarts when many run, but a death under a group
 would have to be counted against all of it); to try them in the engine beside the others (an innocent one could be
@@ -99,8 +99,8 @@ class Recovery:
         self._given_up = False
         self._counted: list[float] = []
         """Times of deaths that count."""
-        self._named = 0
-        """Poisonous requests in a row."""
+        self._named: list[float] = []
+        """Times at which poisonous requests were named since a good one."""
         self._trial: str | None = None
         self._trial_left = 0
 
@@ -136,7 +136,7 @@ class Recovery:
         if self._trial_left > 0:
             return []
         life = self._lives[request_id]
-        life.deaths, self._named, self._trial = 0, 0, None
+        life.deaths, self._named, self._trial = 0, [], None
         if self._suspects():
             life.sent = False
             return [Withdraw(request_id), *self._go_on()]
@@ -147,7 +147,7 @@ class Recovery:
         if self._lives.pop(request_id, None) is None:
             return []
         if well:
-            self._named = 0
+            self._named = []
         if request_id != self._trial:
             return []
         self._trial = None
@@ -160,7 +160,7 @@ class Recovery:
         self._serving = False
         poison = self._trial
         if poison is not None:
-            return self._name(poison)
+            return self._name(poison, now)
         running = [life for life in self._lives.values() if life.sent]
         if running:  # a start that failed says nothing about requests
             for life in self._lives.values():
@@ -196,15 +196,18 @@ class Recovery:
             self._lives[name].sent = True
         return [Send(waiting)] if waiting else []
 
-    def _name(self, poison: str) -> list[Instruction]:
+    def _name(self, poison: str, now: float) -> list[Instruction]:
         """The engine died under a request that was alone."""
         deaths = self._lives.pop(poison).deaths
         self._trial = None
-        self._named += 1
+        self._named = [time for time in self._named if now - time < self.limits.window_s] + [now]
         del self._counted[max(len(self._counted) - deaths, 0) :]
         failed = Fail(poison, deaths + 1)
-        if self._named >= self.limits.restarts:
-            return [failed, *self._give_up(f"{self._named} requests in a row killed it, each alone: it is not them")]
+        if len(self._named) >= self.limits.restarts:
+            return [
+                failed,
+                *self._give_up(f"{len(self._named)} requests in a row killed it, each alone: it is not them"),
+            ]
         return [failed, Restart(0.0)]
 
     def _give_up(self, why: str) -> list[Instruction]:
