@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -198,15 +199,20 @@ def test_what_was_begun_is_removed_when_it_is_ended(tmp_path: Path, monkeypatch:
         file.truncate(4 << 30)  # takes seconds to check, and no room
     monkeypatch.setenv(default_model.LOCAL_GGUF_VARIABLE, str(large))
     command = [sys.executable, "-m", "drumline.model.default_model", "--machine"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
         assert process.stdout is not None
         assert process.stdin is not None
+        assert process.stderr is not None
         assert process.stdout.readline().startswith("@ 0.0000 checking")
         models = tmp_path / "drumline" / "models"
         assert list(models.glob(".partial-*"))
         process.send_signal(signal.SIGINT)  # as a terminal does; it is not for this process
+        process.stdout.close()  # nobody reads what it says, either, and first of all
+        time.sleep(0.2)
         process.stdin.close()
         assert process.wait(10) == 1
+        assert process.stderr.read() == ""
     assert not list(models.glob(".partial-*"))
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -82,7 +83,7 @@ class Client:
         connection = kind(self._parts.hostname or "", self._port, timeout=CONNECT_S)
         try:
             try:
-                connection.connect()
+                _aside(connection.connect)
             except OSError as e:
                 raise ServerError(
                     f"no server answers at {self.url} ({e.strerror or e}). Start one with: drumline serve"
@@ -100,3 +101,20 @@ class Client:
             return json.loads(data)
         except ValueError:
             raise ServerError(f"{self.url} answers, but not as a drumline server (HTTP {response.status})") from None
+
+
+def _aside(work: Callable[[], None]) -> None:
+    """Do ``work`` in a thread and wait, since ctrl-C does not interrupt the look-up of a host's name."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as e:  # noqa: BLE001 - raised again by whoever waits
+            errors.append(e)
+
+    thread = threading.Thread(target=run, name="drumline-connect", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]

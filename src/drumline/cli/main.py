@@ -126,13 +126,18 @@ def _serve(argv: Sequence[str]) -> int:
 
     with console_as_stderr():
         try:
-            return _serve_on_console(argv)
+            code = _serve_on_console(argv)
         except ConfigError as e:  # as main does, but on a console that may be full
             print(f"drumline serve: error: {e}", file=sys.stderr)
             return ExitCode.USAGE
         finally:
             if signal.getsignal(signal.SIGTERM) is _not_begun:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    from drumline.server.run import wait_for_threads
+
+    if wait_for_threads(0):
+        os._exit(code)  # the interpreter would wait for them
+    return code
 
 
 def _serve_on_console(argv: Sequence[str]) -> int:
@@ -151,9 +156,14 @@ def _serve_on_console(argv: Sequence[str]) -> int:
 def _chat(argv: Sequence[str]) -> int:
     from drumline.cli import chat
 
-    if callable(signal.getsignal(signal.SIGINT)):
+    quiet = signal.getsignal(signal.SIGINT)
+    if callable(quiet):
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ctrl-C ends an answer there, not the chat
-    return chat.main(argv)
+    try:
+        return chat.main(argv)
+    finally:
+        if callable(quiet):
+            signal.signal(signal.SIGINT, quiet)
 
 
 def _plan(argv: Sequence[str]) -> int:

@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,6 +57,8 @@ VERSION = 2
 LOCAL_GGUF_VARIABLE = "DRUMLINE_DEFAULT_GGUF"
 """Environment variable that names a local copy of the GGUF file; nothing is fetched then."""
 
+END_S = 10.0
+"""Longest time that it takes to remove what was begun."""
 _unfinished: list[Path] = []
 """Folders that this process works in."""
 
@@ -430,7 +433,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         folder = prepare(progress)
     except ConfigError as error:
-        print(f"! {error}" if machine else f"error: {error}", flush=True)
+        if machine:
+            _tell(f"! {error}")
+        else:
+            print(f"error: {error}", flush=True)
         return 1
     if not machine:
         print(folder)
@@ -438,7 +444,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _print_progress(text: str, fraction: float) -> None:
-    print(f"@ {fraction:.4f} {text}", flush=True)
+    _tell(f"@ {fraction:.4f} {text}")
+
+
+def _tell(line: str) -> None:
+    """A line for whoever started this process; if nobody is there any more, no word about it."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        time.sleep(END_S)  # the thread that watches stdin removes what was made, and ends this process
+        os._exit(1)
 
 
 if __name__ == "__main__":

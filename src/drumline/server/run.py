@@ -25,8 +25,11 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterable, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -57,6 +60,10 @@ LAST_ANSWERS_S = 1.0
 CUT_SHORT_S = 0.2
 """The same where a drain is cut short by a second signal."""
 LADDER_SLACK_S = 3.0
+THREADS = "drumline-work"
+"""Names of threads that read files and tokenise begin with it."""
+LAST_THREADS_S = 0.5
+"""How long they may go on when all else has ended."""
 
 
 def serve(config: EngineConfig, server: ServerConfig) -> int:
@@ -77,8 +84,15 @@ def _serve(config: EngineConfig, server: ServerConfig) -> int:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         set_title(api_server_name())
         _configure_logging(config.process.log_level)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        threads = ThreadPoolExecutor(thread_name_prefix=THREADS)
+        runner.get_loop().set_default_executor(threads)
+        try:
             return runner.run(Command(config, server, sockets, signals).run())
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            if not wait_for_threads(LAST_THREADS_S):
+                runner.close()  # which would wait for them
     finally:
         for sock in sockets:
             sock.close()
@@ -326,6 +340,15 @@ def make_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngine:
         restarts=server.recovery_restarts, window_s=server.recovery_window_s, backoff_s=server.recovery_backoff_s
     )
     return RecoveringEngineClient(config, limits)
+
+
+def wait_for_threads(limit_s: float) -> bool:
+    """Wait for threads that read files and tokenise; whether there still are some: a file may never come."""
+    deadline = time.monotonic() + limit_s
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith(THREADS)]
+    for thread in ours:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return any(thread.is_alive() for thread in ours)
 
 
 async def first(*futures: asyncio.Future[Any]) -> None:
