@@ -130,13 +130,7 @@ def end_well(run: Tree, what: str) -> None:
 
 
 CELLS = [
-    pytest.param(
-        phase,
-        victim,
-        marks=()
-        if (phase, victim) in {("mid-step", "Worker_1"), ("mid-step", "EngineCore_DP0")}
-        else pytest.mark.chaos,
-    )
+    pytest.param(phase, victim, marks=() if (phase, victim) == ("mid-step", "Worker_1") else pytest.mark.chaos)
     for phase in ("idle", "mid-step")
     for victim in ("Worker_0", "Worker_1", "EngineCore_DP0", "ForkServer")
 ]
@@ -145,7 +139,7 @@ CELLS = [
 @pytest.mark.parametrize(("phase", "victim"), CELLS)
 def test_kill(tree: Callable[..., Tree], phase: str, victim: str) -> None:
     """Eight requests of all kinds end with the texts of an undisturbed run; the port answers all the time."""
-    run = tree("idle", victim, ("on",))
+    run = tree("idle", victim, ("on", "--drain-lag", "0"))
     run.phase = phase
     asked = bodies(run)
     plain = [client.result() for client in [Client(run, body) for body in asked]]
@@ -203,7 +197,7 @@ def test_the_limit_ends_the_server(tree: Callable[..., Tree], victim: str) -> No
 
 @pytest.mark.chaos
 def test_a_step_that_hangs(tree: Callable[..., Tree]) -> None:
-    run = tree("idle", "Worker_1", ("on", "--execute-model-timeout", "2"))
+    run = tree("idle", "Worker_1", ("on", "--execute-model-timeout", "2", "--drain-lag", "0"))
     client = Client(run, {**BASE, "max_tokens": 2000})
     wait_for(lambda: client.events > 3, 30, "tokens")
     os.kill(run.pids["Worker_1"], signal.SIGSTOP)
@@ -235,4 +229,25 @@ def test_kill_of_the_server_while_it_recovers(tree: Callable[..., Tree]) -> None
     began = time.monotonic()
     run.process.kill()
     figures.append((run.phase, "kill APIServer_0 in recovery", None, run.seconds_to_end(began, 5.0)))
+    run.nothing_is_left()
+
+
+@pytest.mark.parametrize("victim", ["Worker_1", pytest.param("ForkServer", marks=pytest.mark.chaos)])
+def test_kill_while_it_drains(tree: Callable[..., Tree], victim: str) -> None:
+    """What runs is finished all the same, and then the server ends as after any drain."""
+    run = tree("idle", victim, ("on", "--shutdown-timeout", "60", "--drain-lag", "0"))
+    body = {**BASE, "max_tokens": 400, "temperature": 1.0, "seed": 3}
+    plain = Client(run, body).result()
+    client = Client(run, body)
+    wait_for(lambda: client.events > 3, 30, "tokens")
+    run.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: run.state()["status"] == "draining", 5, "drain")
+    os.kill(run.pids[victim], signal.SIGKILL)
+    wait_for(lambda: run.state()["status"] == "recovering", 5, "recovery")
+    assert run.request("POST", COMPLETION, BASE)[0] == 503
+    run.pids = {**run.pids, **{f"new {name}": pid for name, pid in run._pids().items() if pid}}
+    assert client.result() == plain
+    assert run.process.wait(10) == ExitCode.OK, run.text
+    assert "the engine was started again in" in run.text
+    assert "drumline failed" not in run.text
     run.nothing_is_left()

@@ -26,7 +26,6 @@ from .processes import Engine, config_for, engine, greedy, kill, prompt, wait_go
 
 TOKENS = 160
 LIMITS = Limits(restarts=3, window_s=600.0, backoff_s=0.1)
-VICTIMS = ("Worker_TP1", "EngineCore_DP0", "ForkServer")
 
 
 def eight(mark: str) -> list[EngineRequest]:
@@ -126,7 +125,7 @@ def below(pids: list[int], served: Engine) -> list[int]:
     return [process.pid for process in served.client.processes() if process.pid not in (*pids, os.getpid())]
 
 
-@pytest.mark.parametrize("victims", [(name,) for name in VICTIMS] + [("Worker_TP0", "EngineCore_DP0")], ids="+".join)
+@pytest.mark.parametrize("victims", [("Worker_TP1",), ("Worker_TP0", "EngineCore_DP0")], ids="+".join)
 def test_streams_end_as_if_nothing_had_happened(tiny: tuple[Path, Any], victims: tuple[str, ...]):
     """Also after two kills, when every request is suspect and tried alone."""
 
@@ -141,7 +140,6 @@ def test_streams_end_as_if_nothing_had_happened(tiny: tuple[Path, Any], victims:
             with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
                 await served.client.call("ping")
             await until_served(served)
-            assert not set(old).intersection(below([], served)) or victim != "ForkServer"
             wait_gone([pid for pid in old if pid not in below([], served)], 0.5)
 
     with engine(config_for(tiny[0], tp=2), recovery=LIMITS) as served:
@@ -304,7 +302,7 @@ def test_nothing_adds_up_over_recoveries(tiny: tuple[Path, Any]):
         assert all(one == inside[0] for one in inside[1:]), inside
 
 
-@pytest.mark.parametrize("moment_s", [0.0, 0.1, 0.4, 0.8])
+@pytest.mark.parametrize("moment_s", [0.0, 0.3])
 def test_shutdown_while_it_recovers(tiny: tuple[Path, Any], moment_s: float):
     async def play() -> list[int]:
         stream = served.client.generate(greedy("a", prompt(1, 6), 3000, ignore_eos=True))
