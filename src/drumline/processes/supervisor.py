@@ -31,6 +31,7 @@ from drumline.processes import core as c
 from drumline.processes import linux
 from drumline.processes import messages as m
 from drumline.processes.client import ForkServer, Member
+from drumline.processes.live import only_stacks
 from drumline.processes.reports import make_report, with_log_tail
 
 logger = logging.getLogger(__name__)
@@ -184,18 +185,24 @@ class Supervisor:
         """Python stacks of all threads of each member, by its key; also of those that hang in C code with the GIL held.
 
         They are dumped into its log file (SIGUSR1, faulthandler). One that cannot (stopped, say) gives its state and
-        the kernel function that it waits in.
+        the kernel function that it waits in; a stopped one is sent nothing.
         """
-        starts = {member.key: _size(member.log_file) for member in members}
-        for member in members:
+        able = [member for member in members if linux.process_state(member.pid) in tuple("RSDI")]
+        starts = {member.key: _size(member.log_file) for member in able}
+        for member in able:
             member.signal(signal.SIGUSR1)
         found: dict[int, str] = {}
+        written: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
-        while len(found) < len(members) and time.monotonic() < deadline:
-            time.sleep(0.05)  # a file tells nobody that it has grown, and a dump is done in less than this
-            for member in members:
-                if member.key not in found and (text := _read_from(member.log_file, starts[member.key])):
-                    found[member.key] = text
+        while len(found) < len(able) and time.monotonic() < deadline:
+            time.sleep(0.05)  # a file tells nobody that it has grown
+            for member in able:
+                if member.key in found:
+                    continue
+                text = _read_from(member.log_file, starts[member.key])
+                if "most recent call first" in text and text == written.get(member.key):  # it does not grow any more
+                    found[member.key] = only_stacks(text)
+                written[member.key] = text
         for member in members:
             if member.key not in found:
                 state, channel = linux.process_state(member.pid), linux.wait_channel(member.pid)
