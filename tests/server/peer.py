@@ -19,6 +19,7 @@ from drumline.engine.front import Stream
 from drumline.engine.protocol import EngineInfo, EngineRequest, EngineStats, ProcessState, RequestOutput
 from drumline.errors import EngineDeadError, FailureReport
 from drumline.plan.step import TokenLogprobs
+from drumline.processes.live import LiveReport, ProcessReport
 from drumline.server.app import create_app
 from drumline.server.prompts import TextFiles, TextRoom
 from drumline.server.service import Service
@@ -47,6 +48,8 @@ class ScriptedEngine:
             scheduling_policy="priority",
         )
         self.failure: FailureReport | None = None
+        self.stalling = ""
+        self.report_folder: Path | None = None
         self.running: dict[str, EngineRequest] = {}
         self.seen: list[EngineRequest] = []
         self.gate = asyncio.Event()
@@ -69,6 +72,9 @@ class ScriptedEngine:
             ProcessState(name="APIServer_0", pid=os.getpid()),
             ProcessState(name="Worker_TP0", rank=0, phase="ready"),
         ]
+
+    def live_report(self, cause: str) -> LiveReport:
+        return LiveReport(cause=cause, processes=[ProcessReport(name="Worker_TP0", pid=7, rank=0, stacks="in here")])
 
     def stats(self) -> EngineStats:
         return EngineStats(

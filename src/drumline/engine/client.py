@@ -21,6 +21,7 @@ import select
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from drumline.config import EngineConfig
@@ -39,6 +40,7 @@ from drumline.engine.protocol import (
     UtilityResult,
 )
 from drumline.errors import EngineDeadError, FailureReport, RequestError, RPCTimeoutError
+from drumline.processes.live import LiveReport
 from drumline.transport import deadline_after
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,20 @@ class _Client:
     def failure(self) -> FailureReport | None:
         """Root cause, once the engine is dead."""
         return self._processes.failure
+
+    @property
+    def stalling(self) -> str:
+        """Who makes no progress, while work is outstanding and half of the stall timeout is over; else empty."""
+        return self._processes.stalling
+
+    def live_report(self, cause: str) -> LiveReport:
+        """What every process is doing, with the stacks of all threads. Blocks for up to a few seconds; any thread."""
+        return self._processes.live_report(cause)
+
+    @property
+    def report_folder(self) -> Path | None:
+        """Where this run's log files are; None before there are any."""
+        return self._processes.report_folder
 
     def processes(self) -> list[ProcessState]:
         """All processes of this engine, this one included. Useful during the start too."""

@@ -55,6 +55,9 @@ from drumline.transport import Waiter
 
 log = logging.getLogger(__name__)
 
+CALLER_SLACK_S = 10.0
+"""A call of the front end ends here so much later than there."""
+
 
 class Future(Protocol):
     """What executors give for a call that is not waited for (``drumline.executor.calls.Call``)."""
@@ -174,6 +177,12 @@ class EngineCore:
     def step(self) -> int | None:
         """Number of the oldest step whose answer has not come; for reports."""
         return self._flights[0].step if self._flights else None
+
+    def doing(self) -> str:
+        """For reports; any thread."""
+        stats = self._scheduler.stats()
+        step = "no step in flight" if self.step is None else f"step {self.step} in flight"
+        return f"{step}, {stats.num_running} requests running, {stats.num_waiting} waiting, {len(self._calls)} calls"
 
     def stats(self) -> EngineStats:
         """State of the scheduler, and where the time went."""
@@ -364,13 +373,15 @@ class EngineCore:
         future: Future = self._executor.collective_rpc(method, tuple(args or ()), kwargs or {}, non_block=True)
         return future
 
-    def _pickled_rpc(self, call: bytes) -> Future:
+    def _pickled_rpc(self, call: bytes, limit_s: float) -> Future:
         """``call``: pickled (method or function, args, kwargs), from the process that started this one.
 
-        The answers go back pickled, since workers may give anything.
+        The answers go back pickled, since workers may give anything. ``limit_s``: how long the caller waits, who
+        notices its end first; workers may take so long, it is no hang before.
         """
         method, args, kwargs = pickle.loads(call)
-        return _Pickled(self._executor.collective_rpc(method, tuple(args), kwargs, non_block=True))
+        limit_s += CALLER_SLACK_S
+        return _Pickled(self._executor.collective_rpc(method, tuple(args), kwargs, limit_s, non_block=True))
 
     def _answer(self, call_id: int, method: str, function: Callable[..., Any], *args: Any) -> None:
         """Send what a call gave, or what it raised. A future is answered when it is done."""

@@ -8,17 +8,20 @@ that holds the client never looks at it again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import cloudpickle
 import msgspec
 
 from drumline.config import EngineConfig
-from drumline.engine.protocol import CoreStart, EngineInfo, ProcessState
-from drumline.errors import EngineDeadError, FailureReport, StartupError
+from drumline.engine.protocol import CoreStart, EngineInfo, LiveAnswer, LiveRequest, ProcessState, Stalling, ToFront
+from drumline.errors import ChannelClosedError, EngineDeadError, FailureReport, StartupError
 from drumline.executor import Executor
 from drumline.model.spec import preload_modules, read_spec
 from drumline.platforms import resolve_platform
@@ -29,12 +32,16 @@ from drumline.processes import (
     Member,
     MemberEvent,
     ProcessSpec,
+    State,
     Supervisor,
     engine_core_name,
 )
+from drumline.processes.live import LiveReport, look_at, own_stacks
 
 log = logging.getLogger(__name__)
 
+LIVE_WAIT_S = 2.5
+"""How long the engine core may take to say what its workers are doing."""
 CORE_SLACK_S = 0.5
 """What the engine core has, after its workers have ended or been killed, to end itself."""
 
@@ -63,6 +70,13 @@ class EngineProcesses:
         self._lock = threading.Lock()
         self._stopping = False
         self._stopped = threading.Event()
+        self.stalling = ""
+        """Who makes no progress, once half of the stall timeout is over without any."""
+        self._decode = msgspec.msgpack.Decoder(ToFront).decode
+        self._live_lock = threading.Lock()
+        self._live_number = 0
+        self._answered = threading.Condition()
+        self._answer: LiveAnswer | None = None
 
     def start(self, door: int) -> None:
         """Start fork server and engine core; returns before they have done anything. ConfigError if that is known to
@@ -127,6 +141,59 @@ class EngineProcesses:
             rows.append(ProcessState(name=self._core.name, pid=self._core.pid, phase=self._core.phase))
         return rows + [self._workers[rank] for rank in sorted(self._workers)]
 
+    def live_report(self, cause: str) -> LiveReport:
+        """What every process is doing. Blocks for up to ``LIVE_WAIT_S`` and a second more; any thread."""
+        with self._live_lock:
+            report = LiveReport(cause=cause, processes=[])
+            mine = look_at(self._role, os.getpid(), doing=self._phase)
+            report.processes.append(mine)
+            server, core, supervisor = self._forkserver, self._core, self._supervisor
+            if server is not None and server.pid:
+                report.processes.append(look_at("ForkServer", server.pid, doing=server.phase, log_file=server.log_file))
+                report.processes[-1].stacks = "(it only forks and reaps; it is not asked)"
+            if core is not None and supervisor is not None and core.pid:
+                self._look_at_core(report, core, supervisor)
+            mine.stacks = own_stacks()
+            return report
+
+    def _look_at_core(self, report: LiveReport, core: Member, supervisor: Supervisor) -> None:
+        """Its stacks are had of it in any case, also if nothing of it answers any more."""
+        process = look_at(core.name, core.pid, doing=core.phase, log_file=core.log_file)
+        report.processes.append(process)
+        self._live_number += 1
+        answer = None
+        if core.state is State.READY:
+            with contextlib.suppress(ChannelClosedError, TimeoutError):
+                core.send(msgspec.msgpack.encode(LiveRequest(self._live_number)), timeout_s=0.5)
+                answer = self._wait_answer(self._live_number)
+            if answer is None:
+                report.remarks.append(f"{core.name} (pid {core.pid}) does not answer")
+        process.stacks = supervisor.stacks([core])[core.key]
+        if answer is not None:
+            process.doing = answer.doing
+            report.remarks += answer.workers.remarks
+            report.odd = answer.workers.odd
+            report.processes += [one for one in answer.workers.processes if one.pid != core.pid]
+            return
+        report.processes += [
+            look_at(row.name, row.pid, rank=row.rank, doing=row.phase) for _, row in sorted(self._workers.items())
+        ]
+
+    def _wait_answer(self, number: int) -> LiveAnswer | None:
+        deadline = time.monotonic() + LIVE_WAIT_S
+        with self._answered:
+            while self._answer is None or self._answer.number != number:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                self._answered.wait(left)
+            return self._answer
+
+    @property
+    def report_folder(self) -> Path | None:
+        """Where this run's log files are; None before there are any."""
+        return Path(self._forkserver.log_file).parent if self._forkserver is not None else None
+
     def shutdown(self) -> None:
         """End all processes: ladder, then the fork server. Idempotent, bounded; other callers wait for the first."""
         with self._lock:
@@ -147,10 +214,20 @@ class EngineProcesses:
 
     def _on_event(self, event: MemberEvent) -> None:
         if event.kind is EventKind.MESSAGE:
-            row = msgspec.msgpack.decode(event.data, type=ProcessState)
-            self._workers[row.rank or 0] = row
+            self._on_word(self._decode(event.data))
         elif event.kind is EventKind.FAILURE and event.report is not None:
             self._note_failure(event.report)
+
+    def _on_word(self, message: ToFront) -> None:
+        match message:
+            case ProcessState():
+                self._workers[message.rank or 0] = message
+            case Stalling():
+                self.stalling = message.text
+            case LiveAnswer():
+                with self._answered:
+                    self._answer = message
+                    self._answered.notify_all()
 
     def _note_failure(self, report: FailureReport) -> None:
         with self._lock:

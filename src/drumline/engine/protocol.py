@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -17,6 +18,7 @@ from drumline.config import EngineConfig
 from drumline.errors import FailureReport
 from drumline.plan.sampling import MAX_LOGPROBS, SamplingParams
 from drumline.plan.step import TokenLogprobs
+from drumline.processes.live import LiveReport
 
 
 class EngineRequest(msgspec.Struct, tag="add", kw_only=True):
@@ -157,7 +159,7 @@ class CoreStart:
     """With ``model.path`` set."""
 
 
-class ProcessState(msgspec.Struct, kw_only=True):
+class ProcessState(msgspec.Struct, tag="process", kw_only=True):
     """One process, as ``/startupz`` and the process table show it."""
 
     name: str
@@ -166,6 +168,31 @@ class ProcessState(msgspec.Struct, kw_only=True):
     rank: int | None = None
     phase: str = "starting"
     """``starting``, ``imports``, ``init_device``, ``load_model 40%``, ``ready`` ..."""
+
+
+class Stalling(msgspec.Struct, tag="stalling"):
+    """Ranks have made no progress for half of the stall timeout; an empty text: they do again."""
+
+    text: str
+
+
+class LiveRequest(msgspec.Struct, tag="live"):
+    """From the front end over the control connection: say what your workers and you are doing."""
+
+    number: int
+
+
+class LiveAnswer(msgspec.Struct, tag="alive"):
+    """The answer."""
+
+    number: int
+    doing: str
+    """Of the engine core."""
+    workers: LiveReport
+
+
+ToFront = ProcessState | Stalling | LiveAnswer
+"""What the engine core sends over its control connection."""
 
 
 class OutputHandle(Protocol):
@@ -194,6 +221,17 @@ class AsyncEngine(Protocol):
     @property
     def failure(self) -> FailureReport | None:
         """Root cause, once the engine is dead."""
+
+    @property
+    def stalling(self) -> str:
+        """Who makes no progress, while work is outstanding and half of the stall timeout is over; else empty."""
+
+    def live_report(self, cause: str) -> LiveReport:
+        """What every process is doing, with the stacks of all threads. Blocks for up to a few seconds; any thread."""
+
+    @property
+    def report_folder(self) -> Path | None:
+        """Where this run's log files are; None before there are any."""
 
     def stats(self) -> EngineStats:
         """Of the last step."""

@@ -115,6 +115,8 @@ class Executor(ABC):
         self._failure_callbacks: list[Callable[[FailureReport], None]] = []
         self._stall_callbacks: list[Callable[[str], None]] = []
         self._stall = ""
+        self.report_folder = self.process.log_dir
+        """Where reports of hangs are written to; empty: beside the workers' log files, if they have any."""
         self._patience: dict[int, float] = {}
         self._state_lock = threading.Lock()
         self._stopping = False

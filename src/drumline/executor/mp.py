@@ -381,8 +381,8 @@ class MultiprocExecutor(Executor):
     def _on_stall(self, stall: Stall, now: float) -> None:
         """Ranks hang. All is written down before anything is killed; who has gone on meanwhile did not hang."""
         before = {rank: seen.sign for rank, seen in enumerate(self._seen()) if rank in stall.ranks}
-        live = self.live_report(self._stall_text(stall))
-        file = live.write(Path(self._members[0].log_file).parent, "hang")
+        live = self._live_report(self._stall_text(stall), stalled=True)
+        file = live.write(Path(self.report_folder or Path(self._members[0].log_file).parent), "hang")
         after = self._seen()
         # Without the time that it computes, which writing the stacks took too.
         if any(after[rank].sign[:2] != sign[:2] for rank, sign in before.items()):
@@ -415,7 +415,11 @@ class MultiprocExecutor(Executor):
         )
 
     def live_report(self, cause: str = "asked for") -> LiveReport:
-        """See :meth:`Executor.live_report`."""
+        """See :meth:`Executor.live_report`. Of ranks that go on, the one that others wait for is another one each
+        moment: nobody is called odd, unless a process is stopped or gone."""
+        return self._live_report(cause, stalled=bool(self._stall))
+
+    def _live_report(self, cause: str, *, stalled: bool) -> LiveReport:
         members = self._members
         now = time.monotonic()
         doings = self._look(self._all_ranks)  # before the stacks, which take their time
@@ -443,7 +447,7 @@ class MultiprocExecutor(Executor):
         stacks = self._supervisor.stacks(members)
         for member, process in zip(members, processes, strict=True):
             process.stacks = stacks[member.key]
-        odd = odd_ranks(facts)
+        odd = odd_ranks(facts if stalled else [one for one in facts if one.state in ("", "T")])
         return LiveReport(
             cause=cause,
             processes=processes,

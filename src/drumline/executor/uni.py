@@ -266,8 +266,8 @@ class UniExecutor(Executor):
 
     def _hang_report(self, method: str, when: str) -> FailureReport:
         live = self.live_report(f"the worker has not ended {method} {when}")
-        if self.process.log_dir:
-            live.write(Path(self.process.log_dir), "hang")
+        if self.report_folder:
+            live.write(Path(self.report_folder), "hang")
         return FailureReport(
             role=self._name,
             rank=0,
