@@ -54,6 +54,21 @@ class StaysAway(Gloo):
         return self.total()
 
 
+class Stages(Gloo):
+    """Stage 0 sends to stage 1, after a while."""
+
+    def execute_model(self, plan: Any) -> Any:
+        """``plan.step`` seconds, computing if it is above 0."""
+        if self.rank:
+            return self.groups.pp.recv_bytes()
+        until = time.monotonic() + abs(plan.step)
+        while time.monotonic() < until:
+            if plan.step < 0:
+                time.sleep(0.1)
+        self.groups.pp.send_bytes(b"hidden states")
+        return None
+
+
 class Sleeper:
     """A step takes as many seconds as its number says."""
 

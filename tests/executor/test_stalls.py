@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
+from drumline.config import EngineConfig, ParallelConfig
 from drumline.errors import ExecutorFailedError, FailureReport
 from drumline.executor import Executor
 from drumline.executor.stalls import RankFacts, Seen, Stall, StallWatch, odd_ranks
 from drumline.processes.live import innermost, only_stacks
-from tests.executor.conftest import Make
+from tests.executor.conftest import Make, configure
 from tests.executor.test_failures import all_gone, pids_of, wait_until
 from tests.executor.test_waits import wait_for_state
 
@@ -219,6 +220,29 @@ def test_a_rank_that_does_not_come_to_a_collective(make: Make) -> None:
     assert int(waits[1]) == int(comes[1]) + 1
     assert "does not come where ranks 0, 2 wait" in report.text()
     assert "in third" in block_of(report, 1)
+
+
+def stages() -> EngineConfig:
+    plain = configure("mp", 1, worker=f"{STUCK}:Stages", stall_timeout_s=STALL_S)
+    parallel = ParallelConfig(pipeline_parallel_size=2, distributed_executor_backend="mp", distributed_timeout_s=60.0)
+    return plain.with_(parallel=parallel)
+
+
+def test_a_stage_that_computes_for_long_keeps_nobody_from_waiting() -> None:
+    config = stages()
+    with Executor.get_class(config)(config) as executor:
+        assert executor.execute_model(Plan(step=3)) == b"hidden states"  # type: ignore[arg-type]
+        assert not executor.is_failed
+
+
+def test_a_stage_that_sends_nothing() -> None:
+    config = stages()
+    with Executor.get_class(config)(config) as executor:
+        report = hang_of(executor, lambda: executor.execute_model(Plan(step=-60)))  # type: ignore[arg-type]
+        assert report.rank == 0
+        assert "waits in recv of ranks 0, 1 for rank 0" in block_of(report, 1)
+        assert "does not come where rank 1 waits" in report.text()
+        assert "in execute_model" in block_of(report, 0)
 
 
 @pytest.mark.parametrize("backend", ["uni", "mp"])

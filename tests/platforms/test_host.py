@@ -73,6 +73,17 @@ def test_quota_of_version_1(machine: Machine, quota: int, cores: int) -> None:
     assert host.cores(machine.root) == cores
 
 
+def test_what_else_is_limited(machine: Machine) -> None:
+    machine.v2("/a/b")
+    assert (host.cpu_quota(machine.root), host.tasks_left(machine.root)) == (None, None)
+    machine.file("sys/fs/cgroup/a/cpu.max", "50000 100000")
+    machine.file("sys/fs/cgroup/a/pids.max", 100)
+    machine.file("sys/fs/cgroup/a/pids.current", 70)
+    machine.file("sys/fs/cgroup/a/b/pids.max", "max")
+    machine.file("sys/fs/cgroup/a/b/pids.current", 1)
+    assert (host.cpu_quota(machine.root), host.tasks_left(machine.root)) == (0.5, 30)
+
+
 def test_the_smallest_limit_of_all_levels_holds(machine: Machine) -> None:
     machine.v2("/a/b")
     machine.file("sys/fs/cgroup/a/cpu.max", "200000 100000")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -129,6 +132,47 @@ def test_reports_of_a_healthy_server(serve: Callable[..., Serve], tmp_path: Path
     assert server.process.poll() is None
     server.process.send_signal(signal.SIGINT)
     assert server.end(10) == ExitCode.INTERRUPTED
+
+
+def doctor(*flags: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "drumline.cli.main", "doctor", "--live", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_doctor_looks_at_a_running_server(serve: Callable[..., Serve]) -> None:
+    server = serve()
+    stream = Stream(server)
+    url = f"http://127.0.0.1:{server.port()}"
+    code, text = doctor("--url", url, "--json")
+    assert code == ExitCode.OK
+    check_report(json.loads(text))
+    worker = server.pid("Worker_TP1")
+    for pid in (server.process.pid, worker):  # any process of it will do
+        code, text = doctor("--pid", str(pid))
+        assert code == ExitCode.OK
+        assert all(f"==== {name} (" in text for name in NAMES)
+    count = len(stream.events)
+    wait_for(lambda: len(stream.events) > count, 10, "more tokens")
+    os.kill(worker, signal.SIGSTOP)
+    wait_for(lambda: readiness(server)[0] == 503, STALL_S, "503")
+    code, text = doctor("--url", url)
+    assert code == ExitCode.STALLED
+    assert f"rank 1 (Worker_TP1, pid {worker}) is stopped (T)" in text
+    assert server.end(STALL_S + 5) == ExitCode.STALLED
+
+
+def test_the_doctor_looks_at_a_server_that_does_not_answer(serve: Callable[..., Serve]) -> None:
+    server = serve()
+    core = server.pid("EngineCore_DP0")
+    os.kill(core, signal.SIGSTOP)
+    code, text = doctor("--pid", str(server.process.pid))
+    assert code == ExitCode.OK
+    assert f"EngineCore_DP0 (pid {core}) does not answer" in text
+    assert "no stack: state T" in text
+    os.kill(core, signal.SIGCONT)
+    assert server.request("POST", COMPLETION, {"prompt": [5], "max_tokens": 2})[0] == 200
+    assert server.process.poll() is None
 
 
 def test_a_server_of_one_process_that_stands_still(serve: Callable[..., Serve]) -> None:

@@ -31,6 +31,21 @@ def cores(root: Path = ROOT) -> int:
     return max(1, min([max(affinity, _cores_before), *(int(quota) for quota in _quotas(root))]))
 
 
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """Cores that the control groups of this process let it use on average; None: no limit."""
+    return min(_quotas(root), default=None)
+
+
+def tasks_left(root: Path = ROOT) -> int | None:
+    """Processes and threads that the control groups of this process still let it make; None: no limit."""
+    left = []
+    for folder in _groups(root, "pids"):
+        most, now = _read(folder / "pids.max").strip(), _read(folder / "pids.current").strip()
+        if most.isdigit() and now.isdigit():
+            left.append(max(0, int(most) - int(now)))
+    return min(left, default=None)
+
+
 def bind(cpus: Sequence[int]) -> None:
     """Bind this process to some of its cores. OSError if the system refuses."""
     global _cores_before

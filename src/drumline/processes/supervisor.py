@@ -31,7 +31,7 @@ from drumline.processes import core as c
 from drumline.processes import linux
 from drumline.processes import messages as m
 from drumline.processes.client import ForkServer, Member
-from drumline.processes.live import only_stacks
+from drumline.processes.live import LiveReport, look_at, only_stacks
 from drumline.processes.reports import make_report, with_log_tail
 
 logger = logging.getLogger(__name__)
@@ -138,6 +138,8 @@ class Supervisor:
                 else:
                     self._changed.wait(min(left, 5.0))
         if report is not None:
+            if report.what == "hang":
+                self._add_stacks(report, members)
             self.shutdown(members, force=True)
             raise StartupError(report)
 
@@ -252,6 +254,21 @@ class Supervisor:
             message="\n".join(lines),
             log_file=first.log_file,
         )
+
+    def _add_stacks(self, report: FailureReport, members: Sequence[Member]) -> None:
+        """Of a start without progress, before anything is killed."""
+        alive = [member for member in members if member.pid]
+        processes = [
+            look_at(member.name, member.pid, rank=member.rank, doing=member.phase, log_file=member.log_file)
+            for member in alive
+        ]
+        stacks = self.stacks(alive)
+        for member, process in zip(alive, processes, strict=True):
+            process.stacks = stacks[member.key]
+        live = LiveReport(cause=report.message.partition("\n")[0], processes=processes)
+        folder = next((Path(member.log_file).parent for member in alive if member.log_file), None)
+        report.stacks = live.text()
+        report.stacks_file = live.write(folder, "hang") if folder is not None else ""
 
     def _not_in_own_thread(self) -> None:
         if threading.current_thread() is self._thread:
