@@ -175,6 +175,37 @@ def test_the_doctor_looks_at_a_server_that_does_not_answer(serve: Callable[..., 
     assert server.process.poll() is None
 
 
+def test_an_engine_core_that_is_stopped(serve: Callable[..., Serve]) -> None:
+    server = serve()
+    stream = Stream(server)
+    core = server.pid("EngineCore_DP0")
+    os.kill(core, signal.SIGSTOP)
+    wait_for(lambda: readiness(server)[0] == 503, STALL_S, "503")
+    os.kill(core, signal.SIGCONT)
+    wait_for(lambda: readiness(server)[0] == 200, 3, "200")
+    count = len(stream.events)
+    wait_for(lambda: len(stream.events) > count + 10, 10, "more tokens")
+    os.kill(core, signal.SIGSTOP)
+    began = time.monotonic()
+    assert "hangs: no sign of progress" in stream.end()["error"]["message"]
+    assert STALL_S - 0.5 < time.monotonic() - began < STALL_S + 2.0
+    assert server.end(5) == ExitCode.STALLED
+    report = server.text.rpartition("drumline failed: ")[2]
+    assert report.startswith(f"EngineCore_DP0 (pid {core}) hangs: ")
+    assert "stopped (T)" in report
+
+
+def test_an_engine_core_in_an_endless_loop(serve: Callable[..., Serve]) -> None:
+    server = serve("--distributed-executor-backend", "tests.server.wedged:Wedged")
+    began = time.monotonic()
+    status, answer = server.request("POST", COMPLETION, {"prompt": [5, 6, 7], "max_tokens": 4})
+    assert STALL_S <= time.monotonic() - began < STALL_S + 2.5
+    assert status == 503
+    assert "hangs: no sign of progress" in answer["error"]["message"]
+    assert server.end(5) == ExitCode.STALLED
+    assert "in execute_model" in server.text.rpartition("drumline failed: ")[2]
+
+
 def test_a_server_of_one_process_that_stands_still(serve: Callable[..., Serve]) -> None:
     server = serve("-tp", "1", "--worker-cls", "tests.server.test_stalls:Stuck")
     began = time.monotonic()

@@ -56,7 +56,7 @@ class _Client:
 
     def __init__(self, config: EngineConfig, *, role: str) -> None:
         self.config = config
-        self._processes = EngineProcesses(config, role=role, on_failure=self._on_failure)
+        self._processes = EngineProcesses(config, role=role, on_failure=self._on_failure, waits=self._waits)
         self._channel: FrontChannel | None = None
         self._info: EngineInfo | None = None
         self._stats = EngineStats()
@@ -95,6 +95,10 @@ class _Client:
         return self._stats
 
     def _on_failure(self, report: FailureReport) -> None:
+        raise NotImplementedError
+
+    def _waits(self) -> bool:
+        """Whether somebody waits for something of the engine. Any thread."""
         raise NotImplementedError
 
     def _start(self) -> EngineInfo:
@@ -205,6 +209,7 @@ class SyncEngineClient(_Client):
         """
         with self._lock:
             self._waiting_threads += 1
+            self._processes.expect()
             if self._waiting_threads > 1 and self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
         try:
@@ -243,6 +248,9 @@ class SyncEngineClient(_Client):
                 self._outputs += message.outputs
             elif message.call_id in self._waiting_calls:
                 self._results[message.call_id] = message
+
+    def _waits(self) -> bool:
+        return self._waiting_threads > 0
 
     def _on_failure(self, report: FailureReport) -> None:
         with self._lock:
@@ -381,9 +389,13 @@ class AsyncEngineClient(_Client):
             with contextlib.suppress(EngineDeadError):
                 self._send(Abort(request_ids=[request_id]))
 
+    def _waits(self) -> bool:
+        return bool(self._streams or self._calls)
+
     def _send(self, message: EngineRequest | Abort | UtilityCall) -> None:
         channel = self._ready_channel()
         channel.send(message)
+        self._processes.expect()
         if channel.waiting and self._watched_fd >= 0:
             assert self._loop is not None
             self._loop.add_writer(self._watched_fd, self._flush)

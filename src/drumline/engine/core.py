@@ -162,6 +162,9 @@ class EngineCore:
         self._phases = _Phases()
         self._step_tokens = [0] * (len(STEP_TOKENS) + 1)
         self._tokens = 0
+        self.turns = 0
+        """Of the loop so far; and where it is: ``waiting``, ``step`` (in this thread), ``busy``."""
+        self.where = "busy"
         self._stopping = False
         self._utilities: dict[str, Callable[..., Any]] = {
             "ping": lambda: "pong",
@@ -201,6 +204,7 @@ class EngineCore:
     def run(self) -> None:
         """Serve until :meth:`stop`. Raises what makes going on impossible: ExecutorFailedError, RemoteCallError ..."""
         while not self._stopping:
+            self.turns += 1
             self._take_messages()
             issued = self._issue()
             if issued and self._steps_here:
@@ -214,14 +218,16 @@ class EngineCore:
 
     def _wait(self) -> None:
         """Sleep until there is something to do."""
+        self.where = "waiting"
         if not self._flights:
             while self._steps_here and self._something_to_do() is None and self._executor.while_idle():
                 pass
             self._waiter.wait(self._something_to_do)
-            return
-        began = perf_counter()
-        self._waiter.wait(self._something_to_do, self._flights[0].future.deadline)
-        self._phases.wait += perf_counter() - began
+        else:
+            began = perf_counter()
+            self._waiter.wait(self._something_to_do, self._flights[0].future.deadline)
+            self._phases.wait += perf_counter() - began
+        self.where = "busy"
 
     def _something_to_do(self) -> bool | None:
         """What the waiter looks at. True ends the wait."""
@@ -254,9 +260,12 @@ class EngineCore:
         for start in plan.starts:
             if (arrival := self._arrivals.pop(start.request_id, None)) is not None:
                 self._queued[start.request_id] = max(0.0, time.time() - arrival)
+        if self._steps_here:
+            self.where = "step"
         future: Future = self._executor.execute_model(plan, non_block=True)
         if plan.defer_sampling:
             future = self._executor.sample_tokens(plan.step, None, non_block=True)
+        self.where = "busy"
         self._phases.dispatch += perf_counter() - made
         self._flights.append(_Flight(plan.step, future, plan.defer_sampling))
         return True

@@ -28,7 +28,17 @@ from drumline.engine.blocks import BlockPool
 from drumline.engine.capacity import Capacity, fit_max_model_len, pool_capacity
 from drumline.engine.channel import CoreChannel
 from drumline.engine.core import EngineCore
-from drumline.engine.protocol import CoreStart, EngineInfo, LiveAnswer, LiveRequest, ProcessState, Stalling, ToFront
+from drumline.engine.protocol import (
+    Beat,
+    BeatRequest,
+    CoreStart,
+    EngineInfo,
+    LiveAnswer,
+    ProcessState,
+    Stalling,
+    ToCore,
+    ToFront,
+)
 from drumline.engine.rings import with_rings
 from drumline.engine.scheduler import Scheduler
 from drumline.errors import ChannelClosedError, ExecutorFailedError, ExitCode, FailureReport, StartupError
@@ -101,9 +111,12 @@ class EngineProcess:
             self._child.send(encode(message), timeout_s=1.0)
 
     def _on_word(self, data: bytes, executor: Executor, core: EngineCore) -> None:
-        """The front end asks what goes on here. Looking takes up to a second, so not in the supervisor's thread; and
-        not in the main thread, which may be what hangs."""
-        request = msgspec.msgpack.decode(data, type=LiveRequest)
+        """The front end asks what goes on here: the supervisor's thread, since the main thread may be what hangs.
+        Looking at workers takes up to a second, so it has a thread of its own."""
+        request: ToCore = msgspec.msgpack.decode(data, type=ToCore)
+        if isinstance(request, BeatRequest):
+            self._tell(Beat(request.number, core.turns, core.where))
+            return
 
         def answer() -> None:
             try:

@@ -191,7 +191,24 @@ class LiveAnswer(msgspec.Struct, tag="alive"):
     workers: LiveReport
 
 
-ToFront = ProcessState | Stalling | LiveAnswer
+class BeatRequest(msgspec.Struct, tag="beat?"):
+    """From the front end over the control connection: does your loop turn?"""
+
+    number: int
+
+
+class Beat(msgspec.Struct, tag="beat"):
+    """The answer, of the thread that reads the control connection."""
+
+    number: int
+    turns: int
+    """Of the loop so far."""
+    where: str
+    """``waiting``, ``step`` or ``busy``."""
+
+
+ToFront = ProcessState | Stalling | LiveAnswer | Beat
+ToCore = LiveRequest | BeatRequest
 """What the engine core sends over its control connection."""
 
 
