@@ -172,6 +172,7 @@ def doctor(*flags: str, env: dict[str, str] | None = None) -> tuple[int, dict[st
     return done.returncode, found
 
 
+@pytest.mark.alone
 def test_it_is_quick_and_imports_no_torch() -> None:
     best = 9.0
     for _ in range(3):  # others compute here too

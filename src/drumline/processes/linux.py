@@ -182,28 +182,6 @@ def children_of(pid: int) -> list[int]:
         return []
 
 
-def oom_kills() -> int | None:
-    """Out-of-memory kills so far in the cgroup of this process (v2 or v1); None if unknown."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            file = Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.events"
-        elif "memory" in controllers.split(","):
-            file = Path("/sys/fs/cgroup/memory") / path.lstrip("/") / "memory.oom_control"
-        else:
-            continue
-        with contextlib.suppress(OSError):
-            for entry in file.read_text().splitlines():
-                key, _, value = entry.partition(" ")
-                if key == "oom_kill":
-                    return int(value)
-    return None
-
-
 def exit_of_zombie(pid: int) -> tuple[int | None, int | None]:
     """Exit code and signal of a process that has ended and that its parent has not reaped; else both None."""
     try:

@@ -22,7 +22,6 @@ from drumline.engine.checks import check_machine
 from drumline.errors import ConfigError
 from drumline.platforms import Diagnosis, host, resolve_platform
 from drumline.platforms.cuda import torch_is_cpu_build
-from drumline.processes.linux import oom_kills
 from drumline.processes.logs import state_folder
 from drumline.server.sockets import bind, is_loopback
 from drumline.transport.memory import memfd
@@ -191,7 +190,7 @@ def _memory() -> dict[str, Any]:
         "memory_total": total,
         "memory_limit": limit if limit and limit < total else None,
         "memory_available": host.memory_available(),
-        "oom_kills": oom_kills(),
+        "oom_kills": host.oom_kills(),
     }
     text = _read("/proc/sys/vm/overcommit_memory")
     found["overcommit"] = int(text) if text.isdigit() else None
