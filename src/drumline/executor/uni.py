@@ -231,9 +231,9 @@ class UniExecutor(Executor):
             pause = max(0.0, min(longest, limit_s - quiet, step.deadline - now)) + 0.001
 
     def _patrol(self, now: float) -> None:
-        """Calls of the worker thread: the keeper looks. A step that computes makes progress, up to its deadline."""
+        """Calls of the worker thread: the keeper looks. A step that computes on CPUs makes progress, to its deadline."""
         begun, ended = self._begun[0], self._ended_id
-        is_step = self._table.name_of(begun) in STEP_METHODS
+        is_step = self.platform.device_type == "cpu" and self._table.name_of(begun) in STEP_METHODS
         sign = (begun, ended, self._phases, round(time.process_time() / BUSY_TICK_S) if is_step else 0)
         stall = self._stalls.look([Seen(begun, ended, sign)], self._table.last_sent(), self._patience, now)
         if stall is None:
