@@ -294,6 +294,9 @@ class ProcessConfig:
     """Deadline of execute_model, sample_tokens, draft and dummy calls in seconds."""
     long_wait_s: float = 60.0
     """A wait for workers that takes longer is explained in the log: who is late, and what it is doing."""
+    stall_timeout_s: float = 60.0
+    """A rank that makes no progress for so long while work is outstanding hangs: stacks of all ranks are written, then
+    the executor fails. Calls with an ``expected_s`` or a deadline of their own that is longer may take that long."""
     failure_grace_s: float = 1.0
     """After a failed call: how long all ranks have to end it before the executor counts as broken, in seconds."""
     stop_timeout_s: float = 2.0
@@ -308,7 +311,17 @@ class ProcessConfig:
         _whole(self, ("mq_slots", "mq_answer_slots"), least=2)
         _whole(self, ("mq_arena_bytes",), least=0)
         _whole(self, ("mq_largest_bytes", "rpc_backlog_bytes"))
-        _positive(self, ("start_timeout_s", "execute_timeout_s", "failure_grace_s", "stop_timeout_s", "long_wait_s"))
+        _positive(
+            self,
+            (
+                "start_timeout_s",
+                "execute_timeout_s",
+                "stall_timeout_s",
+                "failure_grace_s",
+                "stop_timeout_s",
+                "long_wait_s",
+            ),
+        )
         _one_of(self, "log_level", LOG_LEVELS)
 
     @property

@@ -98,6 +98,10 @@ class FailureReport(msgspec.Struct, kw_only=True):
     """Class name of the exception, name of the signal (``SIGKILL``) or ``exit code 3``."""
     message: str = ""
     traceback: str = ""
+    stacks: str = ""
+    """Of a hang: what every process was doing, with the stacks of all threads."""
+    stacks_file: str = ""
+    """Where those were written to; the text of the report names it instead of repeating them."""
     log_file: str = ""
     log_tail: str = ""
     """Last lines of the process's log file, where it could not say anything itself."""
@@ -125,19 +129,26 @@ class FailureReport(msgspec.Struct, kw_only=True):
             "exception": f"raised {self.type}: {self.message}" if self.message else f"raised {self.type}",
             "signal": f"was killed by {self.type}",
             "exit": f"ended with {self.type}",
+            "hang": f"hangs: {self.message.partition(chr(10))[0]}",
         }.get(self.what, f"{self.what} {self.type} {self.message}".strip())
         return f"{self.role}{rank} (pid {self.pid}) {what}{where}{step}"
 
     def text(self) -> str:
         """The whole report as printed on the console and as carried in the text of exceptions."""
         lines = [self.headline()]
-        if self.what != "exception" and self.message:
+        if self.what == "hang":  # the headline has the first line
+            lines.extend(self.message.splitlines()[1:])
+        elif self.what != "exception" and self.message:
             lines.append(self.message)
         if self.traceback:
             lines.append(self.traceback.rstrip())
         if self.log_tail:
             lines.append("last lines of its log:")
             lines.extend(f"  {line}" for line in self.log_tail.rstrip().splitlines())
+        if self.stacks_file:
+            lines.append(f"stacks of all threads of all ranks: {self.stacks_file}")
+        elif self.stacks:
+            lines.append(self.stacks.rstrip())
         if self.log_file:
             lines.append(f"log file: {self.log_file}")
         lines.extend(f"then: {other.headline()}" for other in self.folded)

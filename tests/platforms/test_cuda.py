@@ -13,7 +13,16 @@ import pytest
 from drumline.config import EngineConfig, ParallelConfig
 from drumline.errors import ConfigError
 from drumline.platforms import cuda
-from drumline.platforms.cuda import CudaPlatform, Gpu, bus_address, find_gpus, numa_node, parse_smi, visible
+from drumline.platforms.cuda import (
+    CudaPlatform,
+    Gpu,
+    _nvml_peers,
+    bus_address,
+    find_gpus,
+    numa_node,
+    parse_smi,
+    visible,
+)
 
 A = Gpu(uuid="GPU-aaaa1111-1", name="H200", memory=141 << 30, bus="0000:1b:00.0")
 B = Gpu(uuid="GPU-aaaa2222-2", name="H200", memory=141 << 30, bus="0000:43:00.0")
@@ -200,3 +209,29 @@ def test_the_table_is_what_torch_sees_in_a_worker() -> None:
         assert done.returncode == 0, done.stderr
         ours, theirs = json.loads(done.stdout)
         assert ours == theirs
+
+
+class Nvml:
+    """Answers as the driver's library does."""
+
+    NVMLError = RuntimeError
+    NVML_P2P_CAPS_INDEX_READ = 0
+
+    def __init__(self, states: dict[tuple[str, str], int]) -> None:
+        self.states = states
+
+    def nvmlDeviceGetP2PStatus(self, first: str, second: str, index: int) -> int:
+        if (first, second) not in self.states:
+            raise RuntimeError("not supported")
+        return self.states[first, second]
+
+
+def test_which_devices_reach_each_other() -> None:
+    handles = {"A": "a", "B": "b", "C": "c"}
+    states = {("a", "b"): 0, ("a", "c"): 3, ("b", "c"): 99}
+    assert _nvml_peers(Nvml(states), ["A", "B", "C", "gone"], handles) == {
+        "0-1": "ok",
+        "0-2": "the topology does not allow it",
+        "1-2": "unknown",
+    }
+    assert _nvml_peers(Nvml({}), ["A", "B"], handles) == {}

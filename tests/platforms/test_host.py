@@ -73,6 +73,27 @@ def test_quota_of_version_1(machine: Machine, quota: int, cores: int) -> None:
     assert host.cores(machine.root) == cores
 
 
+@pytest.mark.parametrize(("version", "file"), [("v1", "memory/job/memory.oom_control"), ("v2", "job/memory.events")])
+def test_kills_for_want_of_memory(machine: Machine, version: str, file: str) -> None:
+    getattr(machine, version)("/job")
+    assert host.oom_kills(machine.root) is None
+    machine.file("proc/vmstat", "nr_free_pages 7\noom_kill 5")
+    assert host.oom_kills(machine.root) == 5  # nothing nearer
+    machine.file(f"sys/fs/cgroup/{file}", "oom_kill_disable 0\nunder_oom 0\noom_kill 2")
+    assert host.oom_kills(machine.root) == 2
+
+
+def test_what_else_is_limited(machine: Machine) -> None:
+    machine.v2("/a/b")
+    assert (host.cpu_quota(machine.root), host.tasks_left(machine.root)) == (None, None)
+    machine.file("sys/fs/cgroup/a/cpu.max", "50000 100000")
+    machine.file("sys/fs/cgroup/a/pids.max", 100)
+    machine.file("sys/fs/cgroup/a/pids.current", 70)
+    machine.file("sys/fs/cgroup/a/b/pids.max", "max")
+    machine.file("sys/fs/cgroup/a/b/pids.current", 1)
+    assert (host.cpu_quota(machine.root), host.tasks_left(machine.root)) == (0.5, 30)
+
+
 def test_the_smallest_limit_of_all_levels_holds(machine: Machine) -> None:
     machine.v2("/a/b")
     machine.file("sys/fs/cgroup/a/cpu.max", "200000 100000")

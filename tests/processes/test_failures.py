@@ -108,6 +108,8 @@ def test_no_progress_names_who_and_where(house: House) -> None:
     assert caught.value.report.what == "hang"
     assert "no progress of any process for 1 s" in str(caught.value)
     assert f"Worker_0 in phase 'load_model 39' (pid {member.pid}, state S" in str(caught.value)
+    assert "most recent call first" in caught.value.report.stacks
+    assert Path(caught.value.report.stacks_file).read_text() == caught.value.report.stacks
     assert member.state is State.GONE
 
 

@@ -19,6 +19,7 @@ from drumline.engine.front import Stream
 from drumline.engine.protocol import EngineInfo, EngineRequest, EngineStats, ProcessState, Recoveries, RequestOutput
 from drumline.errors import EngineDeadError, FailureReport
 from drumline.plan.step import TokenLogprobs
+from drumline.processes.live import LiveReport, ProcessReport
 from drumline.server.app import create_app
 from drumline.server.prompts import TextFiles, TextRoom
 from drumline.server.service import Service
@@ -48,6 +49,8 @@ class ScriptedEngine:
         )
         self.failure: FailureReport | None = None
         self.recoveries: Recoveries | None = None
+        self.stalling = ""
+        self.report_folder: Path | None = None
         self.running: dict[str, EngineRequest] = {}
         self.seen: list[EngineRequest] = []
         self.gate = asyncio.Event()
@@ -70,6 +73,9 @@ class ScriptedEngine:
             ProcessState(name="APIServer_0", pid=os.getpid()),
             ProcessState(name="Worker_TP0", rank=0, phase="ready"),
         ]
+
+    def live_report(self, cause: str) -> LiveReport:
+        return LiveReport(cause=cause, processes=[ProcessReport(name="Worker_TP0", pid=7, rank=0, stacks="in here")])
 
     def stats(self) -> EngineStats:
         return EngineStats(

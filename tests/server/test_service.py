@@ -60,12 +60,33 @@ async def test_health_through_the_life_of_a_server(folder: Path) -> None:
         assert re.search(r'drumline:engine_restarts_total\{cause="signal",.*\} 1.0', told)
         assert re.search(r'drumline:engine_restarts_total\{cause="hang",.*\} 0.0', told)
         assert re.search(r'drumline:engine_pause_seconds_bucket\{engine="0",le="2.5",.*\} 1.0', told)
+        server.engine.stalling = "no progress for 30.1 s with work outstanding: rank 1"
+        assert await statuses(web) == {"/livez": 200, "/startupz": 200, "/readyz": 503, "/health": 503}
+        assert "stands still: no progress for 30.1 s" in (await web.get("/readyz")).json()["error"]["message"]
+        assert (await web.post(CHAT, json={**HELLO, "max_tokens": 1})).status_code == 200
+        server.engine.stalling = ""
+        assert set((await statuses(web)).values()) == {200}
+        assert len(server.engine.seen) == 1  # no probe was one
 
         server.engine.die()
         assert await statuses(web) == {"/livez": 200, "/startupz": 503, "/readyz": 503, "/health": 503}
         state = (await web.get("/startupz")).json()
         assert state["status"] == "failed"
         assert "SIGKILL" in state["message"]
+
+
+async def test_stacks_are_for_operators(folder: Path) -> None:
+    async with served(folder) as server, httpx.AsyncClient(base_url=server.url) as web:
+        server.service.local = None
+        refused = await web.get("/debug/report")
+        assert refused.status_code == 403
+        assert "SIGUSR1" in refused.json()["error"]["message"]
+        server.service.local = "127.0.0.1"
+        found = (await web.get("/debug/report")).json()
+        assert found["processes"][0]["stacks"] == "in here"
+    async with served(folder, keys=["key"]) as server, httpx.AsyncClient(base_url=server.url) as web:
+        assert (await web.get("/debug/report")).status_code == 401
+        assert (await web.get("/debug/report", headers={"authorization": "Bearer key"})).status_code == 200
 
 
 @pytest.mark.alone

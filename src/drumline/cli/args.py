@@ -194,6 +194,7 @@ GROUPS: dict[str, list[Flag]] = {
         _flag("--rpc-backlog-bytes", "process.rpc_backlog_bytes", "what calls may hold (1GiB)", size, metavar="N"),
         _flag("--start-timeout", "process.start_timeout_s", "longest start without progress", float, metavar="S"),
         _flag("--execute-model-timeout", "process.execute_timeout_s", "longest step", float, metavar="S"),
+        _flag("--stall-timeout", "process.stall_timeout_s", "no progress for so long is a hang", float, metavar="S"),
         _flag("--long-wait", "process.long_wait_s", "waits that are explained", float, metavar="S"),
         _flag("--failure-grace", "process.failure_grace_s", "for all ranks to end a failed call", float, metavar="S"),
         _flag("--stop-timeout", "process.stop_timeout_s", "for a process to end before SIGTERM", float, metavar="S"),

@@ -18,6 +18,7 @@ SUBCOMMANDS = {
     "serve": "serve a model: OpenAI API and a chat page",
     "chat": "talk to a running server",
     "plan": "show processes, ranks, groups and queues for given flags; starts nothing",
+    "doctor": "look at this machine before weights load, or at a running server (--live)",
     "bench": "measure: load against a server, or the library offline",
 }
 
@@ -172,6 +173,12 @@ def _plan(argv: Sequence[str]) -> int:
     return plan.main(argv)
 
 
+def _doctor(argv: Sequence[str]) -> int:
+    from drumline.cli import doctor
+
+    return doctor.main(argv)
+
+
 def _bench(argv: Sequence[str]) -> int:
     from drumline.cli import bench
 
@@ -180,7 +187,7 @@ def _bench(argv: Sequence[str]) -> int:
     return bench.main(argv)
 
 
-_RUN = {"serve": _serve, "chat": _chat, "plan": _plan, "bench": _bench}
+_RUN = {"serve": _serve, "chat": _chat, "plan": _plan, "doctor": _doctor, "bench": _bench}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,6 +21,7 @@ import select
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from drumline.config import EngineConfig
@@ -40,6 +41,7 @@ from drumline.engine.protocol import (
     UtilityResult,
 )
 from drumline.errors import EngineDeadError, FailureReport, RequestError, RPCTimeoutError
+from drumline.processes.live import LiveReport
 from drumline.transport import deadline_after
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ class _Client:
 
     def __init__(self, config: EngineConfig, *, role: str) -> None:
         self.config = config
-        self._processes = EngineProcesses(config, role=role, on_failure=self._on_failure)
+        self._processes = EngineProcesses(config, role=role, on_failure=self._on_failure, waits=self._waits)
         self._channel: FrontChannel | None = None
         self._info: EngineInfo | None = None
         self._stats = EngineStats()
@@ -71,6 +73,20 @@ class _Client:
         """Root cause, once the engine is dead."""
         return self._processes.failure
 
+    @property
+    def stalling(self) -> str:
+        """Who makes no progress, while work is outstanding and half of the stall timeout is over; else empty."""
+        return self._processes.stalling
+
+    def live_report(self, cause: str) -> LiveReport:
+        """What every process is doing, with the stacks of all threads. Blocks for up to a few seconds; any thread."""
+        return self._processes.live_report(cause)
+
+    @property
+    def report_folder(self) -> Path | None:
+        """Where this run's log files are; None before there are any."""
+        return self._processes.report_folder
+
     def processes(self) -> list[ProcessState]:
         """All processes of this engine, this one included. Useful during the start too."""
         return self._processes.processes()
@@ -80,6 +96,10 @@ class _Client:
         return self._stats
 
     def _on_failure(self, report: FailureReport) -> None:
+        raise NotImplementedError
+
+    def _waits(self) -> bool:
+        """Whether somebody waits for something of the engine. Any thread."""
         raise NotImplementedError
 
     def _start(self) -> EngineInfo:
@@ -190,6 +210,7 @@ class SyncEngineClient(_Client):
         """
         with self._lock:
             self._waiting_threads += 1
+            self._processes.expect()
             if self._waiting_threads > 1 and self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
         try:
@@ -228,6 +249,9 @@ class SyncEngineClient(_Client):
                 self._outputs += message.outputs
             elif message.call_id in self._waiting_calls:
                 self._results[message.call_id] = message
+
+    def _waits(self) -> bool:
+        return self._waiting_threads > 0
 
     def _on_failure(self, report: FailureReport) -> None:
         with self._lock:
@@ -382,9 +406,13 @@ class AsyncEngineClient(_Client):
             with contextlib.suppress(EngineDeadError):
                 self._send(Abort(request_ids=[request_id]))
 
+    def _waits(self) -> bool:
+        return bool(self._streams or self._calls)
+
     def _send(self, message: EngineRequest | Abort | UtilityCall) -> None:
         channel = self._ready_channel()
         channel.send(message)
+        self._processes.expect()
         if channel.waiting and self._watched_fd >= 0:
             assert self._loop is not None
             self._loop.add_writer(self._watched_fd, self._flush)

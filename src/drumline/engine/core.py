@@ -55,6 +55,9 @@ from drumline.transport import Waiter
 
 log = logging.getLogger(__name__)
 
+CALLER_SLACK_S = 10.0
+"""A call of the front end ends here so much later than there."""
+
 
 class Future(Protocol):
     """What executors give for a call that is not waited for (``drumline.executor.calls.Call``)."""
@@ -159,6 +162,9 @@ class EngineCore:
         self._phases = _Phases()
         self._step_tokens = [0] * (len(STEP_TOKENS) + 1)
         self._tokens = 0
+        self.turns = 0
+        """Of the loop so far; and where it is: ``waiting``, ``step`` (in this thread), ``busy``."""
+        self.where = "busy"
         self._stopping = False
         self._utilities: dict[str, Callable[..., Any]] = {
             "ping": lambda: "pong",
@@ -174,6 +180,12 @@ class EngineCore:
     def step(self) -> int | None:
         """Number of the oldest step whose answer has not come; for reports."""
         return self._flights[0].step if self._flights else None
+
+    def doing(self) -> str:
+        """For reports; any thread."""
+        stats = self._scheduler.stats()
+        step = "no step in flight" if self.step is None else f"step {self.step} in flight"
+        return f"{step}, {stats.num_running} requests running, {stats.num_waiting} waiting, {len(self._calls)} calls"
 
     def stats(self) -> EngineStats:
         """State of the scheduler, and where the time went."""
@@ -192,6 +204,7 @@ class EngineCore:
     def run(self) -> None:
         """Serve until :meth:`stop`. Raises what makes going on impossible: ExecutorFailedError, RemoteCallError ..."""
         while not self._stopping:
+            self.turns += 1
             self._take_messages()
             issued = self._issue()
             if issued and self._steps_here:
@@ -205,14 +218,16 @@ class EngineCore:
 
     def _wait(self) -> None:
         """Sleep until there is something to do."""
+        self.where = "waiting"
         if not self._flights:
             while self._steps_here and self._something_to_do() is None and self._executor.while_idle():
                 pass
             self._waiter.wait(self._something_to_do)
-            return
-        began = perf_counter()
-        self._waiter.wait(self._something_to_do, self._flights[0].future.deadline)
-        self._phases.wait += perf_counter() - began
+        else:
+            began = perf_counter()
+            self._waiter.wait(self._something_to_do, self._flights[0].future.deadline)
+            self._phases.wait += perf_counter() - began
+        self.where = "busy"
 
     def _something_to_do(self) -> bool | None:
         """What the waiter looks at. True ends the wait."""
@@ -245,9 +260,12 @@ class EngineCore:
         for start in plan.starts:
             if (arrival := self._arrivals.pop(start.request_id, None)) is not None:
                 self._queued[start.request_id] = max(0.0, time.time() - arrival)
+        if self._steps_here:
+            self.where = "step"
         future: Future = self._executor.execute_model(plan, non_block=True)
         if plan.defer_sampling:
             future = self._executor.sample_tokens(plan.step, None, non_block=True)
+        self.where = "busy"
         self._phases.dispatch += perf_counter() - made
         self._flights.append(_Flight(plan.step, future, plan.defer_sampling))
         return True
@@ -364,13 +382,15 @@ class EngineCore:
         future: Future = self._executor.collective_rpc(method, tuple(args or ()), kwargs or {}, non_block=True)
         return future
 
-    def _pickled_rpc(self, call: bytes) -> Future:
+    def _pickled_rpc(self, call: bytes, limit_s: float) -> Future:
         """``call``: pickled (method or function, args, kwargs), from the process that started this one.
 
-        The answers go back pickled, since workers may give anything.
+        The answers go back pickled, since workers may give anything. ``limit_s``: how long the caller waits, who
+        notices its end first; workers may take so long, it is no hang before.
         """
         method, args, kwargs = pickle.loads(call)
-        return _Pickled(self._executor.collective_rpc(method, tuple(args), kwargs, non_block=True))
+        limit_s += CALLER_SLACK_S
+        return _Pickled(self._executor.collective_rpc(method, tuple(args), kwargs, limit_s, non_block=True))
 
     def _answer(self, call_id: int, method: str, function: Callable[..., Any], *args: Any) -> None:
         """Send what a call gave, or what it raised. A future is answered when it is done."""

@@ -8,18 +8,31 @@ that holds the client never looks at it again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import cloudpickle
 import msgspec
 
 from drumline.config import EngineConfig
-from drumline.engine.protocol import CoreStart, EngineInfo, ProcessState
-from drumline.errors import EngineDeadError, FailureReport, StartupError
+from drumline.engine.core_watch import APART_S, CoreLooks, CoreWatch
+from drumline.engine.protocol import (
+    Beat,
+    BeatRequest,
+    CoreStart,
+    EngineInfo,
+    LiveAnswer,
+    LiveRequest,
+    ProcessState,
+    Stalling,
+    ToFront,
+)
+from drumline.errors import ChannelClosedError, EngineDeadError, FailureReport, StartupError
 from drumline.executor import Executor
 from drumline.model.spec import preload_modules, read_spec
 from drumline.platforms import resolve_platform
@@ -30,12 +43,20 @@ from drumline.processes import (
     Member,
     MemberEvent,
     ProcessSpec,
+    State,
     Supervisor,
     engine_core_name,
 )
+from drumline.processes.linux import STATES, cpu_ticks, process_state
+from drumline.processes.live import LiveReport, innermost, look_at, own_stacks
+from drumline.processes.reports import span
 
 log = logging.getLogger(__name__)
 
+LIVE_WAIT_S = 2.5
+"""How long the engine core may take to say what its workers are doing."""
+HANG_WAIT_S = 1.2
+"""The same if it hangs, or seems to: its thread may still answer."""
 CORE_SLACK_S = 0.5
 """What the engine core has, after its workers have ended or been killed, to end itself."""
 
@@ -58,6 +79,7 @@ class EngineProcesses:
         keep: if the engine dies once it was ready, its fork server is kept for those that come after (the imports are
             most of a start); :meth:`close` ends it.
         before: the processes of the engine in whose place these come; they have been shut down.
+        waits: whether somebody waits for something of the engine core, which is then watched (:meth:`expect`).
 
     """
 
@@ -69,6 +91,7 @@ class EngineProcesses:
         on_failure: Callable[[FailureReport], None],
         keep: bool = False,
         before: EngineProcesses | None = None,
+        waits: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
         self.failure: FailureReport | None = None
@@ -88,6 +111,14 @@ class EngineProcesses:
         self._lock = threading.Lock()
         self._stopping = False
         self._stopped = threading.Event()
+        self._waits = waits
+        self._watch: CoreWatch | None = None
+        self._ranks_stall = self._core_stalls = ""
+        self._decode = msgspec.msgpack.Decoder(ToFront).decode
+        self._live_lock = threading.Lock()
+        self._live_number = 0
+        self._answered = threading.Condition()
+        self._answer: LiveAnswer | None = None
 
     def start(self, door: int) -> None:
         """Start fork server and engine core; returns before they have done anything. ConfigError if that is known to
@@ -135,9 +166,70 @@ class EngineProcesses:
         with self._lock:
             if self._stopping:
                 raise self._stopped_error()
+            self._start_watch(core)
         self._phase = "ready"
         self._marks["ready"] = time.monotonic()
         return msgspec.msgpack.decode(core.info, type=EngineInfo)
+
+    # The engine core itself: see core_watch.py.
+
+    @property
+    def stalling(self) -> str:
+        """Who makes no progress, once half of the stall timeout is over without any; else empty."""
+        return self._core_stalls or self._ranks_stall
+
+    def expect(self) -> None:
+        """Somebody waits for something of the engine core from now on. Any thread; cheap."""
+        if self._watch is not None:
+            self._watch.arm()
+
+    def _start_watch(self, core: Member) -> None:
+        process = self.config.process
+        ticks_s = 1 / os.sysconf("SC_CLK_TCK")
+
+        def ask(number: int) -> None:
+            with contextlib.suppress(ChannelClosedError, TimeoutError):
+                core.send(msgspec.msgpack.encode(BeatRequest(number)), timeout_s=0.0)
+
+        self._watch = CoreWatch(
+            CoreLooks(process.stall_timeout_s, process.execute_timeout_s),
+            min(APART_S, process.stall_timeout_s / 8),
+            waits=self._waits,
+            ask=ask,
+            computed=lambda: cpu_ticks(core.pid) * ticks_s,
+            on_look=lambda found: self._on_look(core, found),
+        )
+
+    def _on_look(self, core: Member, found: tuple[float, bool] | None) -> None:
+        if found is None or self.failure is not None or self._stopping:
+            self._core_stalls = ""
+            return
+        seconds, over = found
+        state = STATES.get(process_state(core.pid), "")
+        said = f"no sign of progress for {span(seconds)} while somebody waits"
+        self._core_stalls = f"{said}: {core.name} (pid {core.pid}, {state})"
+        if not over:
+            return
+        live = self.live_report(self._core_stalls, HANG_WAIT_S)
+        if (folder := self.report_folder) is not None:
+            live.write(folder, "hang")
+        stacks = next((one.stacks for one in live.processes if one.pid == core.pid), "")
+        lines = [f"{said} (--stall-timeout {self.config.process.stall_timeout_s:g})", *live.summary().splitlines()]
+        if frames := innermost(stacks):
+            lines += ["it stands in:", frames]
+        self._note_failure(
+            FailureReport(
+                role=core.name,
+                host=live.host,
+                pid=core.pid,
+                phase="serving",
+                what="hang",
+                message="\n".join(lines),
+                stacks=live.text(),
+                stacks_file=live.file,
+                log_file=core.log_file,
+            )
+        )
 
     def raise_if_dead(self) -> None:
         """EngineDeadError with the root cause, if the engine is dead or was shut down."""
@@ -164,6 +256,60 @@ class EngineProcesses:
                 found[name], before = self._marks[mark] - before, self._marks[mark]
         return found
 
+    def live_report(self, cause: str, wait_s: float = LIVE_WAIT_S) -> LiveReport:
+        """What every process is doing. Blocks for up to ``wait_s`` and a second more; any thread."""
+        with self._live_lock:
+            report = LiveReport(cause=cause, processes=[])
+            mine = look_at(self._role, os.getpid(), doing=self._phase)
+            report.processes.append(mine)
+            server, core, supervisor = self._forkserver, self._core, self._supervisor
+            if server is not None and server.pid:
+                report.processes.append(look_at("ForkServer", server.pid, doing=server.phase, log_file=server.log_file))
+                report.processes[-1].stacks = "(it only forks and reaps; it is not asked)"
+            if core is not None and supervisor is not None and core.pid:
+                self._look_at_core(report, core, supervisor, wait_s)
+            mine.stacks = own_stacks()
+            return report
+
+    def _look_at_core(self, report: LiveReport, core: Member, supervisor: Supervisor, wait_s: float) -> None:
+        """Its stacks are had of it in any case, also if nothing of it answers any more."""
+        process = look_at(core.name, core.pid, doing=core.phase, log_file=core.log_file)
+        report.processes.append(process)
+        self._live_number += 1
+        answer = None
+        if core.state is State.READY:
+            if process.state in tuple("RSDI"):  # a stopped one would answer later, to nobody
+                with contextlib.suppress(ChannelClosedError, TimeoutError):
+                    core.send(msgspec.msgpack.encode(LiveRequest(self._live_number)), timeout_s=0.5)
+                    answer = self._wait_answer(self._live_number, wait_s)
+            if answer is None:
+                report.remarks.append(f"{core.name} (pid {core.pid}) does not answer")
+        process.stacks = supervisor.stacks([core])[core.key]
+        if answer is not None:
+            process.doing = answer.doing
+            report.remarks += answer.workers.remarks
+            report.odd = answer.workers.odd
+            report.processes += [one for one in answer.workers.processes if one.pid != core.pid]
+            return
+        report.processes += [
+            look_at(row.name, row.pid, rank=row.rank, doing=row.phase) for _, row in sorted(self._workers.items())
+        ]
+
+    def _wait_answer(self, number: int, wait_s: float) -> LiveAnswer | None:
+        deadline = time.monotonic() + wait_s
+        with self._answered:
+            while self._answer is None or self._answer.number != number:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                self._answered.wait(left)
+            return self._answer
+
+    @property
+    def report_folder(self) -> Path | None:
+        """Where this run's log files are; None before there are any."""
+        return Path(self._forkserver.log_file).parent if self._forkserver is not None else None
+
     def shutdown(self) -> None:
         """End all processes: ladder, then the fork server. Idempotent, bounded; other callers wait for the first."""
         with self._lock:
@@ -172,6 +318,8 @@ class EngineProcesses:
             self._stopped.wait(30.0)
             return
         try:
+            if self._watch is not None:
+                self._watch.close()
             self._kept = self._may_keep()
             if self._supervisor is not None:
                 self._supervisor.close(force=self.failure is not None)
@@ -206,13 +354,26 @@ class EngineProcesses:
 
     def _on_event(self, event: MemberEvent) -> None:
         if event.kind is EventKind.MESSAGE:
-            row = msgspec.msgpack.decode(event.data, type=ProcessState)
-            self._workers[row.rank or 0] = row
+            self._on_word(self._decode(event.data))
         elif event.kind is EventKind.PHASE:
             phase = event.phase if event.member is not None else f"fork server: {event.phase}"
             self._marks.setdefault(phase, time.monotonic())
         elif event.kind is EventKind.FAILURE and event.report is not None:
             self._note_failure(event.report)
+
+    def _on_word(self, message: ToFront) -> None:
+        match message:
+            case ProcessState():
+                self._workers[message.rank or 0] = message
+            case Stalling():
+                self._ranks_stall = message.text
+            case Beat():
+                if self._watch is not None:
+                    self._watch.on_beat(message)
+            case LiveAnswer():
+                with self._answered:
+                    self._answer = message
+                    self._answered.notify_all()
 
     def _note_failure(self, report: FailureReport) -> None:
         with self._lock:

@@ -11,11 +11,14 @@ A failure goes over the control connection (``child.fail``), never over the chan
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
 import pickle
+import threading
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -25,14 +28,26 @@ from drumline.engine.blocks import BlockPool
 from drumline.engine.capacity import Capacity, fit_max_model_len, pool_capacity
 from drumline.engine.channel import CoreChannel
 from drumline.engine.core import EngineCore
-from drumline.engine.protocol import CoreStart, EngineInfo, ProcessState
+from drumline.engine.protocol import (
+    Beat,
+    BeatRequest,
+    CoreStart,
+    EngineInfo,
+    LiveAnswer,
+    ProcessState,
+    Stalling,
+    ToCore,
+    ToFront,
+)
 from drumline.engine.rings import with_rings
 from drumline.engine.scheduler import Scheduler
-from drumline.errors import ExecutorFailedError, ExitCode, FailureReport, StartupError
+from drumline.errors import ChannelClosedError, ExecutorFailedError, ExitCode, FailureReport, StartupError
 from drumline.executor import Executor, WorkerState
 from drumline.model.spec import ModelSpec, read_spec
 from drumline.plan.kv import KVSpec
 from drumline.processes import ChildContext
+from drumline.processes.live import LiveReport
+from drumline.processes.messages import encode
 from drumline.transport import Waiter
 
 log = logging.getLogger(__name__)
@@ -74,6 +89,8 @@ class EngineProcess:
         core = EngineCore(executor, scheduler, self._waiter, channel, role=self._child.role, steps_here=True)
         self._child.on_stop(core.stop)
         executor.register_failure_callback(self._end_if_stuck)
+        executor.register_stall_callback(lambda text: self._tell(Stalling(text)))
+        self._child.listen(lambda data: self._on_word(data, executor, core))
         # what was made so far lives as long as the process: collections need not look at it again
         gc.collect()
         gc.freeze()
@@ -84,8 +101,31 @@ class EngineProcess:
         try:
             core.run()
         except BaseException as error:
+            if isinstance(error, ExecutorFailedError) and error.report.what == "hang" and error.report.step is None:
+                error.report.step = core.step
             self._child.fail(error, phase="execute_model" if core.step is not None else "serving", step=core.step)
             raise
+
+    def _tell(self, message: ToFront) -> None:
+        with contextlib.suppress(ChannelClosedError, TimeoutError):  # who is gone, or does not read, needs no news
+            self._child.send(encode(message), timeout_s=1.0)
+
+    def _on_word(self, data: bytes, executor: Executor, core: EngineCore) -> None:
+        """The front end asks what goes on here: the supervisor's thread, since the main thread may be what hangs.
+        Looking at workers takes up to a second, so it has a thread of its own."""
+        request: ToCore = msgspec.msgpack.decode(data, type=ToCore)
+        if isinstance(request, BeatRequest):
+            self._tell(Beat(request.number, core.turns, core.where))
+            return
+
+        def answer() -> None:
+            try:
+                workers = executor.live_report()
+            except Exception as error:  # noqa: BLE001  whatever cannot be told is said
+                workers = LiveReport(cause="", processes=[], remarks=[f"the executor cannot be looked at: {error}"])
+            self._tell(LiveAnswer(request.number, core.doing(), workers))
+
+        threading.Thread(target=answer, name="drumline-live", daemon=True).start()
 
     def _end_if_stuck(self, report: FailureReport) -> None:
         """The executor broke. If that is because the main thread hangs in a step, nobody else can end the process."""
@@ -99,9 +139,11 @@ class EngineProcess:
         self._child.set_phase("starting workers")
         kind = Executor.get_class(self._config)
         forkserver = None if kind.worker_in_process else self._child.forkserver
-        return kind(
+        executor = kind(
             with_rings(self._config, self._spec), waiter=self._waiter, forkserver=forkserver, on_phase=self._pass_on
         )
+        executor.report_folder = str(Path(self._child.log_file).parent)
+        return executor
 
     def _pass_on(self, state: WorkerState) -> None:
         """A worker is in another phase. One that is an object in this process (``uni``) has no row of its own."""
@@ -110,7 +152,7 @@ class EngineProcess:
                 self._child.set_phase(state.phase)
             return
         row = ProcessState(name=state.name, pid=state.pid, rank=state.rank, phase=state.phase)
-        self._child.send(msgspec.msgpack.encode(row))
+        self._child.send(encode(row))
 
     def _prepare(self, executor: Executor) -> tuple[Scheduler, EngineInfo]:
         """KV pool and warm-up."""

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -19,6 +20,7 @@ from drumline.config import EngineConfig
 from drumline.errors import FailureReport
 from drumline.plan.sampling import MAX_LOGPROBS, SamplingParams
 from drumline.plan.step import TokenLogprobs
+from drumline.processes.live import LiveReport
 
 
 class EngineRequest(msgspec.Struct, tag="add", kw_only=True):
@@ -162,7 +164,7 @@ class CoreStart:
     """With ``model.path`` set."""
 
 
-class ProcessState(msgspec.Struct, kw_only=True):
+class ProcessState(msgspec.Struct, tag="process", kw_only=True):
     """One process, as ``/startupz`` and the process table show it."""
 
     name: str
@@ -201,6 +203,48 @@ class Recoveries:
         self.pause_s += pause
 
 
+class Stalling(msgspec.Struct, tag="stalling"):
+    """Ranks have made no progress for half of the stall timeout; an empty text: they do again."""
+
+    text: str
+
+
+class LiveRequest(msgspec.Struct, tag="live"):
+    """From the front end over the control connection: say what your workers and you are doing."""
+
+    number: int
+
+
+class LiveAnswer(msgspec.Struct, tag="alive"):
+    """The answer."""
+
+    number: int
+    doing: str
+    """Of the engine core."""
+    workers: LiveReport
+
+
+class BeatRequest(msgspec.Struct, tag="beat?"):
+    """From the front end over the control connection: does your loop turn?"""
+
+    number: int
+
+
+class Beat(msgspec.Struct, tag="beat"):
+    """The answer, of the thread that reads the control connection."""
+
+    number: int
+    turns: int
+    """Of the loop so far."""
+    where: str
+    """``waiting``, ``step`` or ``busy``."""
+
+
+ToFront = ProcessState | Stalling | LiveAnswer | Beat
+ToCore = LiveRequest | BeatRequest
+"""What the engine core sends over its control connection."""
+
+
 class OutputHandle(Protocol):
     """One request of :meth:`AsyncEngine.open`. Methods are called on the engine's loop."""
 
@@ -231,6 +275,17 @@ class AsyncEngine(Protocol):
     @property
     def recoveries(self) -> Recoveries | None:
         """None if its death is final (``failure``)."""
+
+    @property
+    def stalling(self) -> str:
+        """Who makes no progress, while work is outstanding and half of the stall timeout is over; else empty."""
+
+    def live_report(self, cause: str) -> LiveReport:
+        """What every process is doing, with the stacks of all threads. Blocks for up to a few seconds; any thread."""
+
+    @property
+    def report_folder(self) -> Path | None:
+        """Where this run's log files are; None before there are any."""
 
     def stats(self) -> EngineStats:
         """Of the last step."""

@@ -87,7 +87,7 @@ class RecoveringEngineClient(AsyncEngineClient):
 
     def __init__(self, config: EngineConfig, limits: Limits, *, role: str = "APIServer_0") -> None:
         super().__init__(config, role=role)
-        self._processes = EngineProcesses(config, role=role, on_failure=self._on_failure, keep=True)
+        self._processes = EngineProcesses(config, role=role, on_failure=self._on_failure, keep=True, waits=self._waits)
         self._role = role
         self._decision = Recovery(limits)
         self._journal: dict[str, _Entry] = {}
@@ -328,7 +328,12 @@ class RecoveringEngineClient(AsyncEngineClient):
             restart.phase("back-off")
         self._channel = None
         self._processes = EngineProcesses(
-            self.config, role=self._role, on_failure=self._on_failure, keep=True, before=self._processes
+            self.config,
+            role=self._role,
+            on_failure=self._on_failure,
+            keep=True,
+            before=self._processes,
+            waits=self._waits,
         )
         if self._end.is_set():
             return

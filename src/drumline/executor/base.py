@@ -12,6 +12,7 @@ has to write ``_start`` (which puts on ``_cleanup`` how to end things) and ``col
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import os
 import sys
@@ -33,13 +34,20 @@ from drumline.parallel.layout import Layout, device_index
 from drumline.plan.kv import KVConfig
 from drumline.plan.step import StepOutput, StepPlan
 from drumline.platforms import device_table, resolve_platform
+from drumline.processes.live import LiveReport, look_at
 from drumline.transport import Waiter
 from drumline.worker.wrapper import check_health, import_name
 
 if TYPE_CHECKING:
     from drumline.processes import ForkServer
 
+log = logging.getLogger(__name__)
+
 HEALTH_TIMEOUT_S = 10.0
+STEP_METHODS = frozenset({"execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch"})
+"""Their deadline (``execute_timeout_s``) says nothing about how long one may take without progress."""
+MOST_PATIENCE = 1024
+"""Calls of which it is remembered that they may take long."""
 
 Method = str | Callable[..., Any]
 
@@ -105,6 +113,11 @@ class Executor(ABC):
         self._failure: FailureReport | None = None
         self._error: Callable[[], DrumlineError] = self._ended
         self._failure_callbacks: list[Callable[[FailureReport], None]] = []
+        self._stall_callbacks: list[Callable[[str], None]] = []
+        self._stall = ""
+        self.report_folder = self.process.log_dir
+        """Where reports of hangs are written to; empty: beside the workers' log files, if they have any."""
+        self._patience: dict[int, float] = {}
         self._state_lock = threading.Lock()
         self._stopping = False
         self._cleanup = ExitStack()
@@ -339,6 +352,47 @@ class Executor(ABC):
                 self._failure_callbacks.append(callback)
                 return
         callback(self._failure)
+
+    # Hangs. A backend that can look at its workers calls _watch_for_stalls' parts; see executor/stalls.py.
+
+    def register_stall_callback(self, callback: Callable[[str], None]) -> None:
+        """Call this, from any thread, with who makes no progress once half of ``stall_timeout_s`` is over without any,
+        and with an empty text when there is some again. It must not block."""
+        with self._state_lock:
+            self._stall_callbacks.append(callback)
+
+    def live_report(self, cause: str = "asked for") -> LiveReport:
+        """What every worker is doing now, with the stacks of all its threads. Disturbs nobody; takes up to a second.
+
+        Any thread but a callback's.
+        """
+        return LiveReport(
+            cause=cause,
+            processes=[look_at(one.name, one.pid, rank=one.rank, doing=one.phase) for one in self.workers()],
+        )
+
+    def _tell_stall(self, text: str) -> None:
+        """Tell the stall callbacks, if that is news."""
+        if (text == "") == (self._stall == ""):
+            return
+        self._stall = text
+        if text:
+            log.warning("%s", text)
+        for callback in list(self._stall_callbacks):
+            try:
+                callback(text)
+            except Exception:
+                log.exception("a stall callback failed")
+
+    def _be_patient(self, call_id: int, method: str, timeout: float | None, expected_s: float) -> None:
+        """Note a call that may take longer than ``stall_timeout_s``: it says so, or has a deadline of its own (steps
+        share one, which is the last resort of all). Called by whoever sends it."""
+        if timeout is not None and method not in STEP_METHODS:
+            expected_s = max(expected_s, timeout)
+        if expected_s > self.process.stall_timeout_s:
+            self._patience[call_id] = expected_s
+            while len(self._patience) > MOST_PATIENCE:
+                del self._patience[next(iter(self._patience))]
 
     def _fail(self, report: FailureReport, message: str = "") -> None:
         """It has broken: end all calls, kill the workers, call the callbacks. Safe from any thread; never blocks.

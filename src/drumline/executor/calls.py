@@ -402,6 +402,11 @@ class CallTable:
                 limits.append(self._order[0].deadline)
         return min(limits) if limits else None
 
+    def last_sent(self) -> int:
+        """Id of the newest call in flight that has been sent; 0: there is none."""
+        with self.lock:
+            return next((call.id for call in reversed(self._order) if call.sent), 0)
+
     def oldest(self) -> tuple[int, float] | None:
         """Id and ``expected_s`` of the oldest call in flight."""
         with self.lock:

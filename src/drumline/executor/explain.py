@@ -5,18 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from drumline.processes.linux import STATES
 from drumline.processes.reports import span
-
-_STATES = {
-    "": "gone",
-    "R": "running (R)",
-    "S": "sleeping (S)",
-    "D": "in uninterruptible sleep (D)",
-    "T": "stopped (T)",
-    "t": "stopped by a debugger (t)",
-    "Z": "dead (Z)",
-    "I": "idle (I)",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +26,7 @@ class Doing:
 
     def who(self) -> str:
         """``rank 1 (Worker_TP1, pid 77, stopped (T))``."""
-        return f"rank {self.rank} ({self.name}, pid {self.pid}, {_STATES.get(self.state, self.state)})"
+        return f"rank {self.rank} ({self.name}, pid {self.pid}, {STATES.get(self.state, self.state)})"
 
 
 Look = Callable[[Iterable[int]], Sequence[Doing]]

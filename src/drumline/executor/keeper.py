@@ -2,7 +2,7 @@
 
 It runs callbacks and serves ``await``; ends calls with callbacks at their deadline; sends calls that wait for room in
 the message queue; takes in answers that nobody asks for, since workers would stand before a full answer ring; and says
-in the log which call is late and which rank keeps it waiting.
+in the log which call is late and which rank keeps it waiting. On patrol it also has the watchdog look at the ranks.
 
 None of that may cost a step anything. So it sleeps in one of three ways::
 
@@ -52,6 +52,10 @@ class KeeperSettings:
     """A call that takes longer, and longer than was expected of it, is explained in the log."""
     queue: Callable[[], str] = lambda: ""
     """What is to be said about the queue to the workers: who has not read. Empty: nothing."""
+    patrol: Callable[[float], None] = lambda now: None
+    """Called with ``time.monotonic()`` a few times a second while calls are in flight: the watchdog's look."""
+    rest: Callable[[], None] = lambda: None
+    """Called when nothing is in flight any more."""
 
 
 class Keeper:
@@ -71,6 +75,7 @@ class Keeper:
         self._empty_since: float | None = None
         self._failed = False
         self._late = _LongWait(settings.long_wait_s)
+        self._next_patrol = 0.0
 
     def arm(self) -> None:
         """A call was begun. Any thread."""
@@ -133,6 +138,9 @@ class Keeper:
             table.expire(now)
             return
         self._explain(now)
+        if now >= self._next_patrol:
+            self._next_patrol = now + PATROL_S
+            self._settings.patrol(now)
         until = now + PATROL_S if deadline is None else min(deadline, now + PATROL_S)
         looks, self._looks = self._looks, table.looks
         if table.needs_keeper or looks == self._looks:
@@ -143,6 +151,7 @@ class Keeper:
     def _rest(self, now: float) -> None:
         """Nothing is in flight."""
         self._late.over()
+        self._settings.rest()
         if self._empty_since is None:
             self._empty_since = now
         if now - self._empty_since < LINGER_S:

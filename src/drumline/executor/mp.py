@@ -29,19 +29,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from drumline.config import EngineConfig, ProcessConfig
 from drumline.errors import DrumlineError, FailureReport, MessageTooLargeError, RPCBacklogError
-from drumline.executor.base import Executor, Method, WorkerState, method_name
+from drumline.executor.base import STEP_METHODS, Executor, Method, WorkerState, method_name
 from drumline.executor.calls import CLOSE_WAIT_S, CallTable
-from drumline.executor.explain import Doing
+from drumline.executor.explain import Doing, current
 from drumline.executor.future import Aggregator, Call
 from drumline.executor.grace import Grace
 from drumline.executor.keeper import KeeperSettings
 from drumline.executor.outbox import Outbox
+from drumline.executor.stalls import RankFacts, Seen, Stall, StallWatch, odd_ranks
 from drumline.parallel.layout import device_index, global_rank, local_rank_of
 from drumline.parallel.rendezvous import create_rendezvous
+from drumline.parallel.standing import Standings
 from drumline.processes import (
     EventKind,
     ForkServer,
@@ -49,11 +52,14 @@ from drumline.processes import (
     Member,
     MemberEvent,
     ProcessSpec,
+    State,
     Supervisor,
     fold,
     starting_worker_name,
 )
-from drumline.processes.linux import process_state
+from drumline.processes.linux import cpu_ticks, process_state
+from drumline.processes.live import LiveReport, innermost, look_at
+from drumline.processes.reports import span
 from drumline.transport import (
     ArenaWriter,
     Part,
@@ -107,8 +113,17 @@ class MultiprocExecutor(Executor):
             self.world_size,
             pump=self._pump,
             look=self._look,
-            keeper=KeeperSettings(role="executor", long_wait_s=self.process.long_wait_s, queue=self._queue_text),
+            keeper=KeeperSettings(
+                role="executor",
+                long_wait_s=self.process.long_wait_s,
+                queue=self._queue_text,
+                patrol=self._patrol,
+                rest=self._rest,
+            ),
         )
+        self._watch = StallWatch(self.process.stall_timeout_s)
+        self._cpu_is_progress = self.platform.device_type == "cpu" and self.parallel.tensor_parallel_size == 1
+        self._standings: Standings | None = None
         self._all_ranks = range(self.world_size)
         self._one_rank = tuple((rank,) for rank in self._all_ranks)
         self._send_lock = threading.Lock()
@@ -170,6 +185,7 @@ class MultiprocExecutor(Executor):
             self.process.threads_per_worker, self.parallel.local_devices, os.environ
         )
         rendezvous = create_rendezvous(self.world_size)
+        self._standings = Standings(rendezvous.memory, self.layout)
         arena_fds = (self._arena.fd,) if self._arena is not None else ()
         try:
             for rank in self._all_ranks:
@@ -250,6 +266,8 @@ class MultiprocExecutor(Executor):
                 expected_s=expected_s,
                 waits=not non_block,
             )
+            if expected_s or (timeout is not None and timeout > self._watch.limit_s):
+                self._be_patient(call.id, call.method, timeout, expected_s)
             self._send(call, message, replying, copy=non_block)
         return call if non_block else call.result()
 
@@ -327,6 +345,122 @@ class MultiprocExecutor(Executor):
                 )
             )
         return doings
+
+    # The watchdog: the keeper's thread, while calls are in flight.
+
+    def _patrol(self, now: float) -> None:
+        stall = self._watch.look(self._seen(), self._table.last_sent(), self._patience, now)
+        if stall is None:
+            self._tell_stall("")
+        elif not stall.over:
+            self._tell_stall(self._stall_text(stall))
+        elif self._failure is None and not self._stopping:
+            self._on_stall(stall, now)
+
+    def _rest(self) -> None:
+        self._watch.rest()
+        self._tell_stall("")
+
+    def _seen(self) -> list[Seen]:
+        seen, lines = self._progress.seen(), self._progress.lines()
+        return [Seen(begun, ended, self._sign(rank, begun, lines[rank])) for rank, (begun, _, ended) in enumerate(seen)]
+
+    def _sign(self, rank: int, begun: int, line: bytes) -> tuple[bytes, bytes, int]:
+        """Changes when a rank does anything. Where no collective moves within a step on CPUs, the time that it computes
+        counts: up to the step's deadline."""
+        words = self._standings.words(rank) if self._standings is not None else b""
+        computes = self._cpu_is_progress and self._table.name_of(begun) in STEP_METHODS
+        return line, words, cpu_ticks(self._members[rank].pid) if computes else 0
+
+    def _stall_text(self, stall: Stall) -> str:
+        doings = self._look(stall.ranks)
+        now = time.monotonic()
+        ranks = "; ".join(f"{doing.who()}: {current(doing, self._table.name_of, now)}" for doing in doings)
+        return f"no progress for {span(stall.seconds)} with work outstanding: {ranks}"
+
+    def _on_stall(self, stall: Stall, now: float) -> None:
+        """Ranks hang. All is written down before anything is killed; who has gone on meanwhile did not hang."""
+        before = {rank: seen.sign for rank, seen in enumerate(self._seen()) if rank in stall.ranks}
+        live = self._live_report(self._stall_text(stall), stalled=True)
+        file = live.write(Path(self.report_folder or Path(self._members[0].log_file).parent), "hang")
+        after = self._seen()
+        # Without the time that it computes, which writing the stacks took too.
+        if any(after[rank].sign[:2] != sign[:2] for rank, sign in before.items()):
+            log.warning("%s; it goes on now. Stacks of that moment: %s", live.cause, file or "(not written)")
+            self._watch.rest()
+            return
+        self._fail(self._hang_report(stall, live))
+
+    def _hang_report(self, stall: Stall, live: LiveReport) -> FailureReport:
+        rank = live.odd[0] if live.odd else stall.ranks[0]
+        member, process = self._members[rank], live.processes[rank]
+        oldest = self._table.oldest()
+        phase = self._table.name_of(oldest[0]) if oldest is not None else ""
+        limit = self.process.stall_timeout_s
+        lines = [f"no progress for {span(stall.seconds)} with work outstanding (--stall-timeout {limit:g})"]
+        lines += live.summary().splitlines()
+        if frames := innermost(process.stacks):
+            lines += [f"rank {rank} stands in:", frames]
+        return FailureReport(
+            role=member.name,
+            rank=rank,
+            host=live.host,
+            pid=member.pid,
+            phase=phase,
+            what="hang",
+            message="\n".join(lines),
+            stacks=live.text(),
+            stacks_file=live.file,
+            log_file=member.log_file,
+        )
+
+    def live_report(self, cause: str = "asked for") -> LiveReport:
+        """See :meth:`Executor.live_report`. Of ranks that go on, the one that others wait for is another one each
+        moment: nobody is called odd, unless a process is stopped or gone."""
+        return self._live_report(cause, stalled=bool(self._stall))
+
+    def _live_report(self, cause: str, *, stalled: bool) -> LiveReport:
+        members = self._members
+        now = time.monotonic()
+        doings = self._look(self._all_ranks)  # before the stacks, which take their time
+        standings = self._standings.read() if self._standings is not None else []
+        seen = self._seen()
+        processes = []
+        for rank, (member, doing) in enumerate(zip(members, doings, strict=True)):
+            process = look_at(member.name, member.pid, rank=rank, log_file=member.log_file)
+            process.doing = self._doing_text(member, doing, now)
+            process.collectives = [one.text() for one in standings if one.rank == rank]
+            if seen[rank].begun > seen[rank].ended:
+                process.heartbeat_s = self._watch.quiet_s(rank, now)
+            processes.append(process)
+        facts = [
+            RankFacts(
+                rank=rank,
+                state=processes[rank].state,
+                begun=seen[rank].begun,
+                ended=seen[rank].ended,
+                waits_for=tuple(other for one in standings if one.rank == rank for other in one.waits_for),
+                waits_in=next((one.text() for one in standings if one.rank == rank and one.waits_for), ""),
+            )
+            for rank in self._all_ranks
+        ]
+        stacks = self._supervisor.stacks(members)
+        for member, process in zip(members, processes, strict=True):
+            process.stacks = stacks[member.key]
+        odd = odd_ranks(facts if stalled else [one for one in facts if one.state in ("", "T")])
+        return LiveReport(
+            cause=cause,
+            processes=processes,
+            odd=[rank for rank, _ in odd],
+            remarks=[f"rank {rank} ({members[rank].name}, pid {members[rank].pid}) {why}" for rank, why in odd],
+        )
+
+    def _doing_text(self, member: Member, doing: Doing, now: float) -> str:
+        if member.state is not State.READY:
+            return member.phase
+        stage = self._progress.stage(doing.rank, doing.call_id) if doing.since is not None else 0
+        stages = ("", ", its method has returned", ", its answer is serialised")
+        return current(doing, self._table.name_of, now) + stages[stage]
 
     def _queue_text(self) -> str:
         """Who keeps calls from being sent."""
@@ -426,6 +560,8 @@ class MultiprocExecutor(Executor):
             self._answers = []
             self._calls.close()
             self._progress.close()
+            if self._standings is not None:
+                self._standings.close()
             for bell in self._bells:
                 bell.close()
             for waiter in self._worker_waiters:

@@ -26,23 +26,25 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from drumline.errors import FailureReport, StartupError
-from drumline.executor.base import Executor, Method, WorkerState, method_name
+from drumline.errors import DrumlineError, FailureReport, StartupError
+from drumline.executor.base import STEP_METHODS, Executor, Method, WorkerState, method_name
 from drumline.executor.calls import CLOSE_WAIT_S, CallTable
-from drumline.executor.explain import Doing
+from drumline.executor.explain import Doing, current
 from drumline.executor.future import Aggregator, Call
 from drumline.executor.keeper import KeeperSettings
+from drumline.executor.stalls import Seen, StallWatch
 from drumline.platforms.host import cores
 from drumline.processes.linux import process_state
-from drumline.processes.reports import make_report
+from drumline.processes.live import LiveReport, look_at, own_stacks
+from drumline.processes.reports import make_report, span
 from drumline.transport import deadline_after
 from drumline.worker.outputs import OutputThread, is_async
 from drumline.worker.protocol import WorkerContext
@@ -52,6 +54,11 @@ log = logging.getLogger(__name__)
 
 WATCH_S = 30.0
 """Longest time in seconds between two looks at whether a step in the caller's thread is past its deadline."""
+
+BUSY_SHARE = 0.05
+"""A step that has the process compute for more than this share of its time is no hang before its deadline."""
+BUSY_TICK_S = 0.05
+"""Computing for so long is progress; what threads do that look around is less."""
 
 _Job = tuple[Call, Method, tuple[Any, ...], Mapping[str, Any]]
 
@@ -74,8 +81,11 @@ class UniExecutor(Executor):
             self.output_rank,
             1,
             look=self._look,
-            keeper=KeeperSettings(long_wait_s=self.process.long_wait_s),
+            keeper=KeeperSettings(long_wait_s=self.process.long_wait_s, patrol=self._patrol, rest=self._rest),
         )
+        self._stalls = StallWatch(self.process.stall_timeout_s)
+        self._phases = 0
+        """Told so far: progress."""
         self._table.keeper.start()
         self._begun = (0, 0.0)
         """The last call that the worker has begun, and when."""
@@ -140,6 +150,8 @@ class UniExecutor(Executor):
                 aggregators=aggregators,
                 expected_s=expected_s,
             )
+            if expected_s or timeout is not None:
+                self._be_patient(call.id, call.method, timeout, expected_s)
             self._jobs.put((call, method, (*args, *own), kwargs or {}))
         return call if non_block else call.result()
 
@@ -168,7 +180,8 @@ class UniExecutor(Executor):
         if not idle:
             return super()._step(method, args, non_block)
         try:
-            self._step_here = step = _StepHere(method, time.monotonic() + self.process.execute_timeout_s)
+            now = time.monotonic()
+            self._step_here = step = _StepHere(method, now, now + self.process.execute_timeout_s)
             value = bind(self._made.object, method)(*args)
             step.value = value.get_output() if is_async(value) else value
         except BaseException as exc:  # noqa: BLE001  as in _call
@@ -190,22 +203,85 @@ class UniExecutor(Executor):
             self._worker_lock.release()
 
     def _watch(self, over: threading.Event) -> None:
-        while not over.wait(min(WATCH_S, self.process.execute_timeout_s / 4)):
-            call = self._step_here
-            if call is not None and time.monotonic() > call.deadline:
-                self._fail(self._hang_report(call))
+        """Steps in the caller's thread. One that computes may take until its deadline, one that sleeps may not."""
+        limit_s = self.process.stall_timeout_s
+        longest = min(WATCH_S, self.process.execute_timeout_s / 4, limit_s / 4)
+        first: tuple[_StepHere, float] | None = None
+        """The step of the last look, and what the process had computed by then."""
+        pause = longest
+        while not over.wait(pause):
+            step, pause, now = self._step_here, longest, time.monotonic()
+            if step is None:
+                self._tell_stall("")
+                continue
+            if now > step.deadline:
+                self._fail(self._hang_report(step.method, f"within {self.process.execute_timeout_s:g} s"))
                 return
+            if first is None or first[0] is not step:
+                first = step, time.process_time()
+                self._tell_stall("")
+            quiet = now - step.began
+            if time.process_time() - first[1] > BUSY_SHARE * quiet:
+                first = None  # it computes
+            elif quiet >= limit_s:
+                self._fail(self._hang_report(step.method, f"within {span(quiet)} (--stall-timeout {limit_s:g})"))
+                return
+            elif quiet >= limit_s / 2:
+                self._tell_stall(f"no progress for {span(quiet)} with work outstanding: {step.method}")
+            pause = max(0.0, min(longest, limit_s - quiet, step.deadline - now)) + 0.001
 
-    def _hang_report(self, call: _StepHere) -> FailureReport:
+    def _patrol(self, now: float) -> None:
+        """Calls of the worker thread: the keeper looks. A step that computes on CPUs makes progress, to its deadline."""
+        begun, ended = self._begun[0], self._ended_id
+        is_step = self.platform.device_type == "cpu" and self._table.name_of(begun) in STEP_METHODS
+        sign = (begun, ended, self._phases, round(time.process_time() / BUSY_TICK_S) if is_step else 0)
+        stall = self._stalls.look([Seen(begun, ended, sign)], self._table.last_sent(), self._patience, now)
+        if stall is None:
+            self._tell_stall("")
+        elif not stall.over:
+            self._tell_stall(f"no progress for {span(stall.seconds)} with work outstanding: {self._now_doing()}")
+        else:
+            method = self._table.name_of(begun)
+            limit = self.process.stall_timeout_s
+            self._fail(self._hang_report(method, f"within {span(stall.seconds)} (--stall-timeout {limit:g})"))
+
+    def _rest(self) -> None:
+        self._stalls.rest()
+        self._tell_stall("")
+
+    def _now_doing(self) -> str:
+        step = self._step_here
+        if step is not None:
+            return f"running {step.method} for {span(time.monotonic() - step.began)}"
+        if self._state.phase != "ready":
+            return self._state.phase
+        (doing,) = self._look((0,))
+        return current(doing, self._table.name_of, time.monotonic())
+
+    def live_report(self, cause: str = "asked for") -> LiveReport:
+        """See :meth:`Executor.live_report`. The worker is a thread of this process."""
+        process = look_at(self._name, os.getpid(), rank=0, doing=self._now_doing())
+        process.stacks = own_stacks()
+        return LiveReport(cause=cause, processes=[process])
+
+    def _hang_report(self, method: str, when: str) -> FailureReport:
+        live = self.live_report(f"the worker has not ended {method} {when}")
+        if self.report_folder:
+            live.write(Path(self.report_folder), "hang")
         return FailureReport(
             role=self._name,
             rank=0,
-            host=socket.gethostname(),
+            host=live.host,
             pid=os.getpid(),
-            phase=call.method,
+            phase=method,
             what="hang",
-            message=f"the worker has not ended the step within {self.process.execute_timeout_s:g} s",
+            message=f"{live.cause}\n{live.summary()}",
+            stacks=live.text(),
+            stacks_file=live.file,
         )
+
+    def _close_calls(self, report: FailureReport | None, error: Callable[[], DrumlineError]) -> None:
+        self._table.close(report, error)
 
     # The worker thread.
 
@@ -290,6 +366,7 @@ class UniExecutor(Executor):
         )
 
     def _set_phase(self, phase: str) -> None:
+        self._phases += 1
         self._state = WorkerState(rank=0, name=self._name, pid=os.getpid(), phase=phase)
         self._on_phase(self._state)
 
@@ -315,10 +392,11 @@ class UniExecutor(Executor):
 class _StepHere:
     """A step in its caller's thread, and its future when it has ended."""
 
-    __slots__ = ("deadline", "method", "value")
+    __slots__ = ("began", "deadline", "method", "value")
 
-    def __init__(self, method: str, deadline: float) -> None:
+    def __init__(self, method: str, began: float, deadline: float) -> None:
         self.method = method
+        self.began = began
         self.deadline = deadline
         self.value: Any = None
 

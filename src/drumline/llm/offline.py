@@ -455,7 +455,8 @@ class LLM(Common):
         """
         self._check_usable()
         limit = NO_LIMIT_S if timeout is None else timeout
-        return list(pickle.loads(self._client.call("pickled_rpc", pickled_call(method, args, kwargs), timeout=limit)))
+        call = pickled_call(method, args, kwargs)
+        return list(pickle.loads(self._client.call("pickled_rpc", call, limit, timeout=limit)))
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Call a function with the model (torch's module) of every worker; answers in rank order.

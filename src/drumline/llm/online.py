@@ -310,7 +310,8 @@ class AsyncLLM(Common):
         """Call a method of every worker, or a function with the worker as its first argument; see ``LLM``."""
         client = await self._ready()
         limit = NO_LIMIT_S if timeout is None else timeout
-        return list(pickle.loads(await client.call("pickled_rpc", pickled_call(method, args, kwargs), timeout=limit)))
+        call = pickled_call(method, args, kwargs)
+        return list(pickle.loads(await client.call("pickled_rpc", call, limit, timeout=limit)))
 
     async def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Call a function with the model (torch's module) of every worker; answers in rank order."""

@@ -4,8 +4,9 @@
 
     member lines   one a rank: pid, PID namespace, "has left"
     words          one line a (group kind, rank): sequence word of that rank in its group of that kind, whether it
-                   sleeps, and that group's gate, if the rank is its first
-    mail words     two a rank: how much was written into its ring, how much read from it
+                   sleeps (and in which operation), and that group's gate, if the rank is its first
+    mail words     two a rank: how much was written into its ring, how much read from it; behind each: whether its
+                   writer sleeps
     slots          three a (group kind, rank): what that rank shows to the others
     rings          one a rank: its messages to the next pipeline stage (drumline.parallel.mail)
 
@@ -29,6 +30,23 @@ SLOTS = 3
 """Slots of a rank in a group; why so many: :mod:`drumline.parallel.shm`."""
 MAIL_BYTES = 4 << 20
 """Bytes of a ring; a power of two, at most 2^31."""
+
+OPERATIONS = (
+    "",
+    "all_reduce",
+    "all_gather",
+    "broadcast",
+    "barrier",
+    "broadcast_object",
+    "all_gather_object",
+    "send",
+    "recv",
+    "a collective",
+)
+"""What a rank that sleeps in one of these puts, as a number, into the word behind its sequence word: for reports. The
+last one stands for all others."""
+MARKS = {name: number for number, name in enumerate(OPERATIONS) if name}
+OTHER = len(OPERATIONS) - 1
 
 _KINDS = {kind: index for index, kind in enumerate(GroupKind)}
 _PAGE = 4096

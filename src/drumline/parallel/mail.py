@@ -35,7 +35,7 @@ from collections.abc import Sequence
 import torch
 
 from drumline.errors import ChannelClosedError, CollectiveError, ConfigError
-from drumline.parallel.boxes import MAIL_BYTES
+from drumline.parallel.boxes import MAIL_BYTES, MARKS
 from drumline.parallel.meeting import RECHECK_S, Members
 from drumline.transport.fence import fence
 
@@ -169,6 +169,14 @@ class _End:
                 if ahead := self._ahead():
                     fence()
                     return ahead
+        self._words[self._own + 1] = MARKS[operation]
+        try:
+            return self._wait_asleep(started, operation, where)
+        finally:
+            self._words[self._own + 1] = 0
+
+    def _wait_asleep(self, started: float, operation: str, where: str) -> int:
+        members = self._members
         deadline, overslept = started + members.timeout_s, False
         while True:
             gone = members.gone(self._peer, ask=overslept)

@@ -6,7 +6,7 @@ Whoever finds all there at once has come last; if somebody sleeps, it puts the n
 sleep there::
 
     come: my word = number; fence; all there, and somebody sleeps? gate = number, futex(WAKE) on the gate
-    wait: while a word is behind number: I sleep = 1; fence; gate; words; futex(WAIT) on the gate; I sleep = 0
+    wait: while a word is behind number: I sleep = operation; fence; gate; words; futex(WAIT) on the gate; I sleep = 0
 
 What a rank has written before a meeting, every rank sees after it; what a rank has read before it, nobody overwrites
 who writes only after it.
@@ -48,7 +48,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drumline.errors import ChannelClosedError, CollectiveError, ConfigError
-from drumline.parallel.boxes import Boxes
+from drumline.parallel.boxes import MARKS, OTHER, Boxes
 from drumline.parallel.layout import GroupKind
 from drumline.platforms import host
 from drumline.transport.doorbell import futex_number
@@ -258,7 +258,7 @@ class Meeting:
         """Until all words have come to ``number``."""
         if self._watch(number):
             return
-        self._words[self._own + 1] = 1
+        self._words[self._own + 1] = MARKS.get(operation, OTHER)
         try:
             self._wait_asleep(number, operation)
         finally:

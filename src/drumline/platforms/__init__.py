@@ -6,7 +6,7 @@ subclass of :class:`Platform`, registered as an entry point of the group ``druml
 
 from __future__ import annotations
 
-from drumline.platforms.base import DeviceMemory, Platform
+from drumline.platforms.base import DeviceFacts, DeviceMemory, Diagnosis, Platform
 from drumline.platforms.cpu import CpuPlatform
 from drumline.platforms.cuda import CudaPlatform
 from drumline.platforms.resolve import ENTRY_POINT_GROUP, device_table, resolve_platform
@@ -15,7 +15,9 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "CpuPlatform",
     "CudaPlatform",
+    "DeviceFacts",
     "DeviceMemory",
+    "Diagnosis",
     "Platform",
     "device_table",
     "resolve_platform",

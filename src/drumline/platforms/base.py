@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from drumline.config import DeviceTable
@@ -26,6 +27,29 @@ class DeviceMemory(NamedTuple):
 
     free: int
     total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """What a driver tells of one device without opening it."""
+
+    index: int
+    name: str
+    uuid: str = ""
+    memory: int = 0
+    """Bytes; 0: unknown."""
+    free: int | None = None
+    """Bytes that nobody uses; None: unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What a platform can say about its devices before anything is started (``drumline doctor``)."""
+
+    devices: tuple[DeviceFacts, ...] = ()
+    driver: str = ""
+    peers: Mapping[str, str] = field(default_factory=dict)
+    """``0-1`` to ``ok``, or to why two devices cannot read each other's memory. Empty: unknown."""
 
 
 class Platform(ABC):
@@ -53,6 +77,15 @@ class Platform(ABC):
     @abstractmethod
     def is_available(self) -> bool:
         """Whether this machine has at least one usable device of this kind."""
+
+    def diagnosis(self) -> Diagnosis:
+        """The devices of :meth:`device_table`, and whatever else the driver tells without opening one."""
+        return Diagnosis(
+            devices=tuple(
+                DeviceFacts(index=one.index, name=one.name, uuid=one.uuid, memory=one.memory)
+                for one in self.device_table().devices
+            )
+        )
 
     @abstractmethod
     def device_table(self) -> DeviceTable:

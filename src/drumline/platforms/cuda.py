@@ -12,12 +12,14 @@ silence, an unknown device and everything after it, is an error here, and so are
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from drumline.config import Device, DeviceTable
 from drumline.errors import ConfigError
 from drumline.platforms import host
-from drumline.platforms.base import DeviceMemory, Platform
+from drumline.platforms.base import DeviceMemory, Diagnosis, Platform
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +89,19 @@ class CudaPlatform(Platform):
             devices=devices,
             memory=host.memory_total(),
             cores=host.cores(),
+        )
+
+    def diagnosis(self) -> Diagnosis:
+        """See :meth:`Platform.diagnosis`; free memory, driver and peer access come from NVML."""
+        plain = super().diagnosis()
+        asked = _ask_nvml([device.uuid for device in plain.devices])
+        if asked is None:
+            return plain
+        driver, free, peers = asked
+        return Diagnosis(
+            devices=tuple(replace(device, free=free.get(device.uuid)) for device in plain.devices),
+            driver=driver,
+            peers=peers,
         )
 
     def device_initialised(self) -> bool:
@@ -232,6 +247,52 @@ def _nvml_gpu(nvml: Any, handle: Any) -> Gpu:
         bus=bus,
         instances=tuple(instances),
     )
+
+
+def _ask_nvml(uuids: Sequence[str]) -> tuple[str, dict[str, int], dict[str, str]] | None:
+    """Driver version, free bytes by UUID, and peer access of each pair by their places. None if NVML cannot be asked.
+
+    Peer access is that of whole GPUs: instances of MIG have none.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        handles = {}
+        for uuid in uuids:
+            with contextlib.suppress(pynvml.NVMLError):
+                handles[uuid] = pynvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+        free = {uuid: int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for uuid, handle in handles.items()}
+        return driver, free, _nvml_peers(pynvml, uuids, handles)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+_P2P = ("ok", "the chipset does not support it", "the GPU does not support it", "the topology does not allow it",
+        "switched off by the driver's settings", "not supported", "unknown")  # fmt: skip
+"""NVML's states of peer-to-peer, by number."""
+
+
+def _nvml_peers(nvml: Any, uuids: Sequence[str], handles: Mapping[str, Any]) -> dict[str, str]:
+    peers = {}
+    for first, second in itertools.combinations(range(len(uuids)), 2):
+        pair = handles.get(uuids[first]), handles.get(uuids[second])
+        if None in pair:
+            continue
+        try:
+            status = int(nvml.nvmlDeviceGetP2PStatus(*pair, nvml.NVML_P2P_CAPS_INDEX_READ))
+        except (nvml.NVMLError, AttributeError):
+            continue
+        peers[f"{first}-{second}"] = _P2P[min(status, len(_P2P) - 1)]
+    return peers
 
 
 def _text(value: str | bytes) -> str:

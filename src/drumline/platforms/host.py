@@ -31,6 +31,39 @@ def cores(root: Path = ROOT) -> int:
     return max(1, min([max(affinity, _cores_before), *(int(quota) for quota in _quotas(root))]))
 
 
+def oom_kills(root: Path = ROOT) -> int | None:
+    """Processes that the kernel has killed so far for want of memory, in the control group of this process; where that
+    has no count (the root of all), on the whole machine. None: unknown."""
+    for folder in _groups(root, "memory"):
+        for name in ("memory.events", "memory.oom_control"):
+            if (count := _count(folder / name, "oom_kill")) is not None:
+                return count
+    return _count(root / "proc/vmstat", "oom_kill")
+
+
+def _count(path: Path, key: str) -> int | None:
+    for line in _read(path).splitlines():
+        name, _, value = line.partition(" ")
+        if name == key and value.strip().isdigit():
+            return int(value)
+    return None
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """Cores that the control groups of this process let it use on average; None: no limit."""
+    return min(_quotas(root), default=None)
+
+
+def tasks_left(root: Path = ROOT) -> int | None:
+    """Processes and threads that the control groups of this process still let it make; None: no limit."""
+    left = []
+    for folder in _groups(root, "pids"):
+        most, now = _read(folder / "pids.max").strip(), _read(folder / "pids.current").strip()
+        if most.isdigit() and now.isdigit():
+            left.append(max(0, int(most) - int(now)))
+    return min(left, default=None)
+
+
 def bind(cpus: Sequence[int]) -> None:
     """Bind this process to some of its cores. OSError if the system refuses."""
     global _cores_before

@@ -46,6 +46,7 @@ from typing import NoReturn, cast
 import msgspec
 
 from drumline.errors import ChannelClosedError, FailureReport
+from drumline.platforms import host
 from drumline.processes import linux
 from drumline.processes import messages as m
 from drumline.processes.child import ChildStart, run_child
@@ -102,7 +103,7 @@ class ForkServerProcess:
         self.terminated = False
         self.importing = False
         self.exit_code = 0
-        self.oom_kills = linux.oom_kills()
+        self.oom_kills = host.oom_kills()
         self.wake_r, self.wake_w = os.pipe()
         self.told = mmap.mmap(-1, 1)
         """Not zero: the root's death has been reported. Shared with forked children."""
@@ -375,7 +376,7 @@ class ForkServerProcess:
         killed = result.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
         oom = False
         if killed and result.si_status == signal.SIGKILL:
-            kills = linux.oom_kills()
+            kills = host.oom_kills()
             oom = kills is not None and self.oom_kills is not None and kills > self.oom_kills
             self.oom_kills = kills
         message = m.Exited(

@@ -112,6 +112,19 @@ def device_files() -> list[str]:
     return sorted(name for name in found if name.startswith(DEVICE_PREFIXES))
 
 
+STATES = {
+    "": "gone",
+    "R": "running (R)",
+    "S": "sleeping (S)",
+    "D": "in uninterruptible sleep (D)",
+    "T": "stopped (T)",
+    "t": "stopped by a debugger (t)",
+    "Z": "dead (Z)",
+    "I": "idle (I)",
+}
+"""State letters of /proc in words."""
+
+
 def process_state(pid: int) -> str:
     """State letter of a process (``R``, ``S``, ``D``, ``T``, ``Z`` ...); empty if it is gone."""
     try:
@@ -139,34 +152,34 @@ def wait_channel(pid: int) -> str:
     return "" if channel == "0" else channel
 
 
+def threads_of(pid: int) -> list[str]:
+    """Threads of a process as the kernel knows them: ``name (S) in futex_wait``; empty if it is gone."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name)):
+            with contextlib.suppress(OSError):
+                _, _, rest = (task / "stat").read_text().partition("(")
+                name, _, rest = rest.rpartition(")")
+                channel = (task / "wchan").read_text().strip()
+                found.append(f"{name} ({rest.split()[0]})" + (f" in {channel}" if channel not in ("", "0") else ""))
+    return found
+
+
+def cpu_ticks(pid: int) -> int:
+    """Clock ticks that a process has computed for so far; 0 if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])
+
+
 def children_of(pid: int) -> list[int]:
     """Children of the main thread of a process; empty if the kernel does not tell."""
     try:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
-
-
-def oom_kills() -> int | None:
-    """Out-of-memory kills so far in the cgroup of this process (v2 or v1); None if unknown."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            file = Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.events"
-        elif "memory" in controllers.split(","):
-            file = Path("/sys/fs/cgroup/memory") / path.lstrip("/") / "memory.oom_control"
-        else:
-            continue
-        with contextlib.suppress(OSError):
-            for entry in file.read_text().splitlines():
-                key, _, value = entry.partition(" ")
-                if key == "oom_kill":
-                    return int(value)
-    return None
 
 
 def exit_of_zombie(pid: int) -> tuple[int | None, int | None]:

@@ -31,6 +31,7 @@ from drumline.processes import core as c
 from drumline.processes import linux
 from drumline.processes import messages as m
 from drumline.processes.client import ForkServer, Member
+from drumline.processes.live import LiveReport, look_at, only_stacks
 from drumline.processes.reports import make_report, with_log_tail
 
 logger = logging.getLogger(__name__)
@@ -137,6 +138,8 @@ class Supervisor:
                 else:
                     self._changed.wait(min(left, 5.0))
         if report is not None:
+            if report.what == "hang":
+                self._add_stacks(report, members)
             self.shutdown(members, force=True)
             raise StartupError(report)
 
@@ -184,18 +187,24 @@ class Supervisor:
         """Python stacks of all threads of each member, by its key; also of those that hang in C code with the GIL held.
 
         They are dumped into its log file (SIGUSR1, faulthandler). One that cannot (stopped, say) gives its state and
-        the kernel function that it waits in.
+        the kernel function that it waits in; a stopped one is sent nothing.
         """
-        starts = {member.key: _size(member.log_file) for member in members}
-        for member in members:
+        able = [member for member in members if linux.process_state(member.pid) in tuple("RSDI")]
+        starts = {member.key: _size(member.log_file) for member in able}
+        for member in able:
             member.signal(signal.SIGUSR1)
         found: dict[int, str] = {}
+        written: dict[int, str] = {}
         deadline = time.monotonic() + timeout_s
-        while len(found) < len(members) and time.monotonic() < deadline:
-            time.sleep(0.05)  # a file tells nobody that it has grown, and a dump is done in less than this
-            for member in members:
-                if member.key not in found and (text := _read_from(member.log_file, starts[member.key])):
-                    found[member.key] = text
+        while len(found) < len(able) and time.monotonic() < deadline:
+            time.sleep(0.05)  # a file tells nobody that it has grown
+            for member in able:
+                if member.key in found:
+                    continue
+                text = _read_from(member.log_file, starts[member.key])
+                if "most recent call first" in text and text == written.get(member.key):  # it does not grow any more
+                    found[member.key] = only_stacks(text)
+                written[member.key] = text
         for member in members:
             if member.key not in found:
                 state, channel = linux.process_state(member.pid), linux.wait_channel(member.pid)
@@ -245,6 +254,21 @@ class Supervisor:
             message="\n".join(lines),
             log_file=first.log_file,
         )
+
+    def _add_stacks(self, report: FailureReport, members: Sequence[Member]) -> None:
+        """Of a start without progress, before anything is killed."""
+        alive = [member for member in members if member.pid]
+        processes = [
+            look_at(member.name, member.pid, rank=member.rank, doing=member.phase, log_file=member.log_file)
+            for member in alive
+        ]
+        stacks = self.stacks(alive)
+        for member, process in zip(alive, processes, strict=True):
+            process.stacks = stacks[member.key]
+        live = LiveReport(cause=report.message.partition("\n")[0], processes=processes)
+        folder = next((Path(member.log_file).parent for member in alive if member.log_file), None)
+        report.stacks = live.text()
+        report.stacks_file = live.write(folder, "hang") if folder is not None else ""
 
     def _not_in_own_thread(self) -> None:
         if threading.current_thread() is self._thread:

@@ -313,8 +313,12 @@ async def model(service: Service, request: Request) -> Response:
 
 
 async def health(service: Service, request: Request) -> Response:
-    """``GET /health`` and ``/readyz``: 200 if requests may be sent here, else 503 with the reason."""
+    """``GET /health`` and ``/readyz``: 200 if requests may be sent here, else 503 with the reason.
+
+    What ranks write into shared memory anyway is looked at; a probe puts no work into the engine.
+    """
     service.probe()
+    service.require_progress()
     return json_response(Status(status="ok"))
 
 
@@ -328,6 +332,17 @@ async def startupz(service: Service, request: Request) -> Response:
     again; 503 before that and once it has failed."""
     state = service.startup_state()
     return json_response(state, 200 if state.status in ("ready", "recovering") else 503)
+
+
+async def live_report(service: Service, request: Request) -> Response:
+    """``GET /debug/report``: what every process is doing, with the stacks of all threads. Puts no work into the engine.
+
+    Stacks tell paths of this machine: with an API key, or where only this machine can ask.
+    """
+    if not service.api_keys and service.local is None:
+        message = "Stacks are for operators: serve with --api-key, on loopback, or send SIGUSR1 to the server."
+        raise ApiError(403, message, type="permission_error", code="not_for_everybody")
+    return json_response(await service.live_report("asked for over HTTP"))
 
 
 async def load(service: Service, request: Request) -> Response:
@@ -363,6 +378,7 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
     ("GET", "/livez", livez),
     ("GET", "/readyz", health),
     ("GET", "/startupz", startupz),
+    ("GET", "/debug/report", live_report),
     ("GET", "/load", load),
     ("GET", "/version", version),
     ("GET", "/metrics", metrics),
@@ -371,7 +387,7 @@ ROUTES: list[tuple[str, str, Endpoint]] = [
 ]
 DIRECT: list[tuple[str, Endpoint]] = [("/v1/chat/completions", chat), ("/v1/completions", completions)]
 """Routes that matter for the time to the first token: Starlette takes 50 us for what a dictionary tells."""
-GUARDED = ("/v1", "/tokenize", "/detokenize")
+GUARDED = ("/v1", "/tokenize", "/detokenize", "/debug")
 """Beginnings of paths that need the key."""
 PATHS = frozenset(path for _, path, _ in ROUTES)
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})

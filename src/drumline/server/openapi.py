@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from drumline.plan.sampling import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY
+from drumline.processes.live import LiveReport
 from drumline.server.errors import ErrorBody
 from drumline.server.prompts import INT32, INT64, MAX_CHOICES, MAX_N, MAX_STOPS
 from drumline.server.schema import (
@@ -48,6 +49,7 @@ TYPES = (
     Model,
     ModelList,
     StartupState,
+    LiveReport,
     Status,
     Load,
     Version,
@@ -224,6 +226,7 @@ def _paths() -> Schema:
         "/ping": _get("The same", Status, failed=ErrorBody),
         "/livez": _get("200 as long as the server's process answers", Status),
         "/startupz": _get("Phase of each process", StartupState, failed=StartupState),
+        "/debug/report": _get("What every process is doing, with the stacks of all threads", LiveReport),
         "/load": _get("Requests that are being answered", Load),
         "/version": _get("Version of drumline", Version),
         "/metrics": _text("Metrics, for Prometheus", "text/plain"),
@@ -232,8 +235,9 @@ def _paths() -> Schema:
         "/docs": _text("This document, for people", "text/html"),
     }
     paths["/ping"]["post"] = paths["/ping"]["get"]
-    for path in ("/v1/models", "/v1/models/{id}"):
+    for path in ("/v1/models", "/v1/models/{id}", "/debug/report"):
         paths[path]["get"]["responses"]["401"] = _json(ERRORS["401"], ErrorBody)
+    paths["/debug/report"]["get"]["responses"]["403"] = _json("No API key, and not only this machine asks", ErrorBody)
     return paths
 
 

@@ -78,6 +78,7 @@ def _serve(config: EngineConfig, server: ServerConfig) -> int:
     except TypeError as error:
         raise ConfigError(str(error)) from error
     signals = EarlySignals()
+    reports = signal.signal(signal.SIGUSR1, lambda number, frame: None)  # which would end us before the loop takes it
     sockets = bind(server.host, server.port)
     try:
         # Tokenising runs in threads of ours; the library's own would only be more.
@@ -97,6 +98,7 @@ def _serve(config: EngineConfig, server: ServerConfig) -> int:
         for sock in sockets:
             sock.close()
         signals.restore()
+        signal.signal(signal.SIGUSR1, reports)
 
 
 def _configure_logging(level: str) -> None:
@@ -155,6 +157,7 @@ class Command:
         self._cut_short = False
         self._spared = children_of_this_process()
         """What a shell that became this process (``exec``) had started: not ours."""
+        self._reports: set[asyncio.Future[None]] = set()
 
     async def run(self) -> int:
         """Steps 2 to 8; the exit code."""
@@ -181,6 +184,23 @@ class Command:
             loop.add_signal_handler(number, self._on_signal, number)
         for seen in self._early.seen:
             self._on_signal(seen)
+        loop.add_signal_handler(signal.SIGUSR1, self._on_report_wanted)
+
+    def _on_report_wanted(self) -> None:
+        """SIGUSR1: what every process is doing, into a file beside the logs."""
+        task = asyncio.ensure_future(self._report())
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
+
+    async def _report(self) -> None:
+        try:
+            live = await self.service.live_report("asked for by SIGUSR1")
+            folder = self._engine.report_folder if self._engine is not None else None
+            file = await asyncio.to_thread(live.write, folder, "report") if folder is not None else ""
+        except Exception:
+            log.exception("no report could be made")
+            return
+        console.say(f"{live.summary()}\nstacks of all threads: {file}" if file else live.text())
 
     def _on_signal(self, number: int) -> None:
         if self._signal.done():

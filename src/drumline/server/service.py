@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import drumline
 from drumline.engine.protocol import AsyncEngine, EngineInfo, ProcessState
+from drumline.processes.live import LiveReport, look_at, own_stacks
 from drumline.server.errors import ApiError, unavailable
 from drumline.server.metrics import Metrics
 from drumline.server.schema import ProcessPhase, StartupState
@@ -58,6 +59,7 @@ class Service:
         self._refusing = False
         self._ended: asyncio.Future[ApiError] | None = None
         self._began = time.monotonic() - _age_of_process()
+        self._live: asyncio.Future[LiveReport] | None = None
         self._seen: dict[str, tuple[str, float]] = {}
 
     @property
@@ -127,6 +129,26 @@ class Service:
     def refuse(self) -> None:
         """While draining: admit nobody any more."""
         self._refusing = True
+
+    def require_progress(self) -> None:
+        """ApiError 503 if requests would wait for ranks that make no progress."""
+        if self.engine is not None and self.engine.stalling:
+            raise unavailable(f"The engine stands still: {self.engine.stalling}", retry_after=1)
+
+    async def live_report(self, cause: str) -> LiveReport:
+        """What every process is doing. Who asks while one is being made gets that one."""
+        if self._live is None:
+            self._live = asyncio.ensure_future(asyncio.to_thread(self._look, cause))
+            self._live.add_done_callback(lambda _: setattr(self, "_live", None))
+        return await asyncio.shield(self._live)
+
+    def _look(self, cause: str) -> LiveReport:
+        engine = self.engine
+        if engine is not None:
+            return engine.live_report(cause)
+        mine = look_at("APIServer_0", os.getpid(), doing=self.phase)
+        mine.stacks = own_stacks()
+        return LiveReport(cause=cause, processes=[mine])
 
     def failure(self) -> str:
         """One line on what broke; empty if nothing did."""

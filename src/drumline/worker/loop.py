@@ -30,7 +30,7 @@ from drumline.transport.codec import CodecRegistry
 from drumline.transport.ring import RingReader
 from drumline.transport.waiter import Waiter
 from drumline.worker.outputs import OutputThread, is_async
-from drumline.worker.segment import Progress
+from drumline.worker.segment import RETURNED, SERIALISED, Progress
 from drumline.worker.wire import ALL_RANKS, Buffer, CallDecoder, CallFailed, CallHead, Request, encode_answer, read_head
 from drumline.worker.wrapper import bind, idle_work, init_output_thread, step_of
 
@@ -157,6 +157,7 @@ class WorkerLoop:
                 value = bind(self._worker, method)(*args, **kwargs)
             finally:
                 self._process.in_call = False
+            self._progress.beat(self._rank, call_id, RETURNED)
             if reply_rank != self._rank and reply_rank != ALL_RANKS:
                 self._end(call_id)
             elif is_async(value):
@@ -172,6 +173,7 @@ class WorkerLoop:
         next call may change what was returned."""
         call_id = head[0]
         parts, buffers = encode_answer(self._codec, call_id, value)
+        self._progress.beat(self._rank, call_id, SERIALISED)
         if self._outputs.idle and self._sent_in_one_piece(parts, buffers):
             self._progress.end(self._rank, call_id)
         else:
@@ -213,7 +215,10 @@ class WorkerLoop:
             if isinstance(value, _Encoded):
                 parts, buffers = value.parts, value.buffers
             else:
-                parts, buffers = encode_answer(self._codec, done.head.call_id, value.get_output())
+                output = value.get_output()
+                self._progress.beat_output(self._rank, done.head.call_id, RETURNED)
+                parts, buffers = encode_answer(self._codec, done.head.call_id, output)
+            self._progress.beat_output(self._rank, done.head.call_id, SERIALISED)
             self._send(parts, buffers, done)
         except WorkerStop:
             return

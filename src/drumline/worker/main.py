@@ -127,10 +127,14 @@ class WorkerProcess:
             local_rank=self._task.local_rank,
             distributed_init_method=init_method_for(self._parallel, self._rendezvous),
             is_driver=Layout.of(self._parallel).is_driver(rank),
-            set_phase=self._child.set_phase,
+            set_phase=self._set_phase,
             set_name=self._child.set_name,
             codec=self._channels.codec,
         )
+
+    def _set_phase(self, phase: str) -> None:
+        self._channels.progress.beat_phase(self._task.rank)
+        self._child.set_phase(phase)
 
     def _keep(self, worker: Any) -> None:
         self._worker = worker

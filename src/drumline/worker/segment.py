@@ -7,10 +7,14 @@
     answer ring 0      worker 0 -> executor            answers
     answer ring 1 ...
 
-A progress line has four 64-bit words: the id of the last call that the rank has ended (well or not), how many failures
+A progress line has eight 64-bit words: the id of the last call that the rank has ended (well or not), how many failures
 it has sent over its control connection, the id of the last call that it has begun, and when (CLOCK_MONOTONIC, ns). The
 executor reads the first two only after a failure, to find out whether all ranks have ended the call that failed and
-whether it has heard of all failures; the others to say what a rank is doing that has not answered.
+whether it has heard of all failures; the others to say what a rank is doing that has not answered. The last four are
+beats: how far the loop is with its call, how far the output thread is, how many phases were told (the last word is
+free). Any change of the line is a heartbeat: it moves before a call, after it, after its answer
+is serialised, and with each phase, and rests while the rank waits for a call. Nobody rings for it: the executor's
+keeper compares lines while calls are in flight (:mod:`drumline.executor.stalls`).
 
 Large buffers of calls have an arena of their own (:mod:`drumline.transport.arena`), since readers map it read-only and
 views of it may outlive the rest. The doorbells lie in memory of their own, 64 bytes each (the executor's may be shared
@@ -28,6 +32,9 @@ from drumline.transport.fence import fence, order
 from drumline.transport.ring import LINE, RingLayout
 
 _WORDS = LINE // 8
+
+RETURNED, SERIALISED = 1, 2
+"""Stages of a call on a rank: its method has returned; its answer is bytes."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,18 @@ class Progress:
         words[at + 3] = monotonic_ns()
         words[at + 2] = call_id
 
+    def beat(self, rank: int, call_id: int, stage: int) -> None:
+        """The loop has come so far with this call: ``RETURNED``, ``SERIALISED``."""
+        self._words[rank * _WORDS + 4] = call_id << 2 | stage
+
+    def beat_output(self, rank: int, call_id: int, stage: int) -> None:
+        """The same of the output thread: a word has one writer."""
+        self._words[rank * _WORDS + 5] = call_id << 2 | stage
+
+    def beat_phase(self, rank: int) -> None:
+        """A phase was told. One thread at a time."""
+        self._words[rank * _WORDS + 6] += 1
+
     def end(self, rank: int, call_id: int) -> None:
         """This rank has ended this call, and everything that it had to say about it has been said."""
         order()
@@ -120,6 +139,17 @@ class Progress:
         """For each rank: the last call that it has begun (0: none), when (ns), the last that it has ended."""
         words = self._words
         return [(words[at + 2], words[at + 3], words[at]) for at in self._ranks]
+
+    def stage(self, rank: int, call_id: int) -> int:
+        """How far a rank is with a call that it has begun and not ended: 0 (running it), RETURNED, SERIALISED."""
+        at = rank * _WORDS
+        stages = [word & 3 for word in self._words[at + 4 : at + 6] if word >> 2 == call_id]
+        return max(stages, default=0)
+
+    def lines(self) -> list[bytes]:
+        """Each rank's line: a rank whose line is as it was has shown no sign of life since."""
+        words = self._words
+        return [words[at : at + _WORDS].tobytes() for at in self._ranks]
 
     def failures(self) -> list[int]:
         """For each rank the number of failures that it has sent or is about to send."""
