@@ -231,7 +231,7 @@ class UniExecutor(Executor):
             pause = max(0.0, min(longest, limit_s - quiet, step.deadline - now)) + 0.001
 
     def _patrol(self, now: float) -> None:
-        """Calls of the worker thread: the keeper looks. A step that computes on CPUs makes progress, to its deadline."""
+        """Calls of the worker thread: the keeper looks. A step that computes on CPUs makes progress, to its end."""
         begun, ended = self._begun[0], self._ended_id
         is_step = self.platform.device_type == "cpu" and self._table.name_of(begun) in STEP_METHODS
         sign = (begun, ended, self._phases, round(time.process_time() / BUSY_TICK_S) if is_step else 0)
