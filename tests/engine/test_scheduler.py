@@ -153,6 +153,10 @@ def test_what_can_have_no_first_token_is_refused():
     lone.bad_words_ids = [[5]]
     with pytest.raises(RequestError, match="bad_words forbid 5"):
         rig.scheduler.add(lone)
+    ended = request("a", [1, 2], allowed_token_ids=[5], bad_words=["x"])
+    ended.bad_words_ids, ended.output_token_ids = [[7, 5]], [5, 7]
+    with pytest.raises(RequestError, match="after the known output"):
+        rig.scheduler.add(ended)
     assert not rig.scheduler.has_requests
 
 

@@ -41,6 +41,7 @@ async def web(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", CASES)
 async def test_others_go_on(web: httpx.AsyncClient, name: str) -> None:
     """The longest pause is what cannot be divided: a list of a million ids is made, or JSON of it."""

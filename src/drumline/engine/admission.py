@@ -101,6 +101,9 @@ def make_request(
         slot_sampling.min_tokens,
         limits.vocab_size,
     )
+    dead_ends = DeadEnds.of(slot_sampling, limits.vocab_size)
+    if dead_ends is not None and dead_ends.at([*prompt, *known], len(prompt)):
+        raise RequestError("bad_words leave no token after the known output tokens", param="output_token_ids")
     scored = sampling.prompt_logprobs is not None and not known  # they came with the first token
     most = MAX_SCORED_VALUES // score_cost(slot_sampling)
     if scored and not limits.enable_chunked_prefill and len(prompt) - 1 > most:
@@ -132,7 +135,7 @@ def make_request(
         end_tokens=frozenset(() if sampling.ignore_eos else request.eos_token_ids),
         stop_tokens=frozenset(sampling.stop_token_ids or ()),
         prompt_logprobs=[] if scored else None,
-        dead_ends=DeadEnds.of(slot_sampling, limits.vocab_size),
+        dead_ends=dead_ends,
         chain=HashChain(pool.block_size, model=identity, salt=request.cache_salt),
         num_cached=0 if known else -1,  # what it finds is its own
     )
