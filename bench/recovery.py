@@ -7,7 +7,8 @@ For each victim: a server, an undisturbed run of the streams, and the same again
 of each. Half of the streams are greedy, half seeded with a frequency penalty. Prints a markdown table: streams that did
 not end well; texts that are not those of the undisturbed run (a tie may fall the other way in other batches); the
 longest gap between two events of a stream (the first to go on, the median, the last; undisturbed: the longest of all);
-and where the time went, as the server's log has it.
+where the time went, as the server's log has it; and the CPU seconds that it took until all streams went on, which tell
+what the pause would be on cores that nobody else keeps busy.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from servers import MODEL_NAME, Server, about_machine, drumline_command, ended_by_sigterm, free_port
+import psutil
+from servers import MODEL_NAME, Server, about_machine, drumline_command, ended_by_sigterm, free_port, tree
 
 LIMIT_S = 300.0
+OLD_TOKENS_S = 0.3
+"""After the kill, tokens of the old engine may still come; the new one takes longer than this."""
 RESTARTED = re.compile(r"was started again in ([\d.]+) s \(([^)]*)\): .*?, (\d+) tokens")
 PHASES = (
     "old processes gone",
@@ -89,19 +93,48 @@ class Stream(threading.Thread):
         return max((later - earlier for earlier, later in pairs if later > since), default=0.0)
 
 
-def run(port: int, args: argparse.Namespace, kill: int = 0) -> tuple[list[Stream], float]:
-    """All streams to their ends; when a process was killed."""
+class Kill:
+    """A process to kill, and what the server's tree (``root``) computes until all streams have gone on."""
+
+    def __init__(self, root: int, victim: int) -> None:
+        self._root, self._victim = root, victim
+        self.at = 0.0
+        """time.monotonic()."""
+        self.cpu_s = 0.0
+        """CPU seconds of the tree from the kill until each stream had a token of the new engine."""
+
+    def now(self) -> None:
+        self._before = {process.pid: cpu_seconds_of(process) for process in tree(self._root)}
+        self.at = time.monotonic()
+        os.kill(self._victim, signal.SIGKILL)
+
+    def look(self, streams: list[Stream]) -> None:
+        if self.at and not self.cpu_s and all(stream.times[-1] > self.at + OLD_TOKENS_S for stream in streams):
+            after = {process.pid: cpu_seconds_of(process) for process in tree(self._root)}
+            self.cpu_s = sum(seconds - self._before.get(pid, 0.0) for pid, seconds in after.items())
+
+
+def cpu_seconds_of(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def run(port: int, args: argparse.Namespace, kill: Kill | None = None) -> list[Stream]:
+    """All streams to their ends."""
     streams = [Stream(port, number, args) for number in range(args.streams)]
     deadline = time.monotonic() + LIMIT_S
-    killed = 0.0
     while any(stream.is_alive() for stream in streams):
-        if kill and not killed and min(len(stream.times) for stream in streams) >= args.after:
-            killed = time.monotonic()
-            os.kill(kill, signal.SIGKILL)
+        if kill and not kill.at and min(len(stream.times) for stream in streams) >= args.after:
+            kill.now()
+        if kill:
+            kill.look(streams)
         if time.monotonic() > deadline:
             raise SystemExit(f"streams have not ended after {LIMIT_S:g} s")
         time.sleep(0.01)
-    return streams, killed
+    return streams
 
 
 def pid_of(port: int, name: str) -> int:
@@ -121,12 +154,13 @@ def measure(victim: str, args: argparse.Namespace, folder: Path) -> dict[str, An
     with Server(f"drumline {victim}", command, {}, port, log) as server:
         server.wait_ready()
         run(port, args)  # memory is touched, caches are warm
-        plain, _ = run(port, args)
-        again, killed = run(port, args, pid_of(port, victim))
+        plain = run(port, args)
+        kill = Kill(server.process.pid, pid_of(port, victim))
+        again = run(port, args, kill)
         found = RESTARTED.search(log.read_text(errors="replace"))
         if found is None:
             raise SystemExit(f"no restart: see {log}")
-    gaps = sorted(stream.gap(killed) for stream in again)
+    gaps = sorted(stream.gap(kill.at) for stream in again)
     phases = dict(re.findall(r"([A-Za-z][\w ,-]*?) ([\d.]+)(?:, |$)", found[2]))
     return {
         "victim": victim,
@@ -136,6 +170,7 @@ def measure(victim: str, args: argparse.Namespace, folder: Path) -> dict[str, An
         "first": gaps[0],
         "median": statistics.median(gaps),
         "last": gaps[-1],
+        "cpu_s": kill.cpu_s,
         "tokens": int(found[3]),
         "phases": {name: float(seconds) for name, seconds in phases.items()},
     }
@@ -162,12 +197,12 @@ def main() -> None:
             print(rows[-1], flush=True)
     shutil.rmtree(folder)
     names = ["killed", "lost", "texts that differ", "longest gap undisturbed", "pause: first", "median", "last"]
-    names += [*PHASES, "tokens computed again"]
+    names += [*PHASES, "tokens computed again", "CPU s"]
     print(f"\n| {' | '.join(names)} |\n|{' --- |' * len(names)}")
     for row in rows:
         gaps = [f"{row[key]:.2f}" for key in ("plain gap", "first", "median", "last")]
         phases = [f"{row['phases'][name]:.2f}" if name in row["phases"] else "" for name in PHASES]
-        cells = [row["victim"], row["lost"], row["differ"], *gaps, *phases, row["tokens"]]
+        cells = [row["victim"], row["lost"], row["differ"], *gaps, *phases, row["tokens"], f"{row['cpu_s']:.1f}"]
         print(f"| {' | '.join(map(str, cells))} |")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
