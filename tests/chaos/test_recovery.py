@@ -251,3 +251,21 @@ def test_kill_while_it_drains(tree: Callable[..., Tree], victim: str) -> None:
     assert "the engine was started again in" in run.text
     assert "drumline failed" not in run.text
     run.nothing_is_left()
+
+
+@pytest.mark.chaos
+def test_a_drain_that_begins_while_it_recovers(tree: Callable[..., Tree]) -> None:
+    """Running requests finish then, too."""
+    run = tree("mid-step", "Worker_1", ("on", "--shutdown-timeout", "60"))
+    assert run.stream is not None
+    os.kill(run.pids["Worker_1"], signal.SIGKILL)
+    wait_for(lambda: run.state()["status"] == "recovering", 5, "recovery")
+    run.process.send_signal(signal.SIGTERM)
+    run.wait_text("SIGTERM: draining", 1)
+    assert run.request("GET", "/readyz")[0] == 503
+    assert run.stream.end(60)["choices"][0]["finish_reason"] == "length"
+    began = time.monotonic()
+    figures.append((run.phase, "SIGTERM while it recovers", None, run.seconds_to_end(began, 5.0)))
+    assert run.process.returncode == ExitCode.OK, run.text
+    assert "drumline failed" not in run.text
+    run.nothing_is_left()

@@ -17,6 +17,7 @@ from tests.chaos.conftest import figures
 from tests.chaos.tree import PHASES, Tree
 
 SOON_S = {"starting": 2.0, "draining": 2.0}
+NUMBERS = [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.OK), (signal.SIGHUP, ExitCode.OK)]
 ALL_PHASES = (*PHASES, "stuck in its end")
 
 
@@ -40,7 +41,7 @@ def check_end(run: Tree, what: str, code: int, limit_s: float = 5.0) -> None:
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("phase", ALL_PHASES)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.OK)])
+@pytest.mark.parametrize(("number", "code"), NUMBERS)
 def test_signal(tree: Callable[..., Tree], phase: str, number: int, code: int) -> None:
     """In the phases of the end it is the second one, so it ends at once, and not well."""
     run = tree(phase)

@@ -150,7 +150,7 @@ class Stream(threading.Thread):
                 if line.startswith(b"data: {"):
                     self.events.append(json.loads(line[6:]))
 
-    def end(self) -> dict[str, Any]:
-        self.join(10)
+    def end(self, timeout_s: float = 10) -> dict[str, Any]:
+        self.join(timeout_s)
         assert not self.is_alive()
         return self.events[-1]

@@ -95,6 +95,7 @@ def test_a_server_that_is_refused(serve: Callable[..., Serve], flags: list[str],
 )
 def test_a_server_that_breaks(serve: Callable[..., Serve], worker: str, size: str, code: ExitCode, said: str) -> None:
     flags = ["-tp", size, "--worker-cls", f"tests.server.odd_workers:{worker}", "--execute-model-timeout", "1"]
+    flags += ["--recovery", "off"]
     server = serve(*flags).ready()
     with server.open("POST", COMPLETION, LONG) as answer:
         assert answer.status == 503

@@ -36,7 +36,16 @@ from drumline.server import pages
 from drumline.server.answers import ChatWriter, CompletionWriter, Events, Shape, Writer, whole
 from drumline.server.errors import ApiError, as_api_error, internal
 from drumline.server.generation import Generation
-from drumline.server.http import ClientGoneError, EventStream, json_response, read_json, until_gone, whole_number
+from drumline.server.http import DIRECT as DIRECT_BODY
+from drumline.server.http import (
+    ClientGoneError,
+    Direct,
+    EventStream,
+    json_response,
+    read_json,
+    until_gone,
+    whole_number,
+)
 from drumline.server.logprobs import Spelling
 from drumline.server.metrics import CONTENT_TYPE
 from drumline.server.openapi import openapi
@@ -110,7 +119,7 @@ class Outer:
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"date", self._now())]
-                if self._service.leaving:
+                if self._service.leaving and not _unread(scope):
                     message["headers"].append((b"connection", b"close"))
                 handler = scope["path"] if scope["path"] in PATHS else "other"
                 method = scope["method"] if scope["method"] in METHODS else "other"
@@ -144,6 +153,12 @@ class Outer:
         if self._date[0] != now:
             self._date = (now, formatdate(now, usegmt=True).encode())
         return self._date[1]
+
+
+def _unread(scope: Scope) -> bool:
+    """A client that is still sending would see a reset, and not the answer, if its connection were closed now."""
+    direct: Direct | None = scope.get(DIRECT_BODY)
+    return direct is not None and direct.unread
 
 
 def _foreign(scope: Scope, bound: str) -> ApiError | None:

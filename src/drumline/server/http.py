@@ -168,6 +168,10 @@ class Direct(Protocol):
     def paused(self) -> bool:
         """The client does not keep up. While this is false ASGI's ``send`` does not wait for anything."""
 
+    @property
+    def unread(self) -> bool:
+        """The client still sends the body of its request."""
+
     def write(self, data: bytes) -> bool:
         """Send a part of the body. False: the client does not keep up; :meth:`drain` before the next."""
 

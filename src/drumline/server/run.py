@@ -212,12 +212,12 @@ class Command:
 
     def _drains(self) -> bool:
         """Whether the signal that came lets running requests finish."""
-        return self._signal.result() == signal.SIGTERM and self.service.status == "ready"
+        return self._signal.result() == signal.SIGTERM and self.service.status in ("ready", "recovering")
 
     def _at_once(self) -> None:
         """The second signal, or a later one."""
         self._cut_short = True
-        if self.service.status != "draining":
+        if not self.service.draining:
             kill_everything(self._spared)
         self.service.stop(unavailable("The server is shutting down.", retry_after=RETRY_S))
         asyncio.get_running_loop().call_later(CUT_SHORT_S, kill_everything, self._spared)

@@ -76,6 +76,11 @@ class Service:
         return self._status
 
     @property
+    def draining(self) -> bool:
+        """It ends when the running requests have, whatever :attr:`status` says of the engine meanwhile."""
+        return self._status == "draining"
+
+    @property
     def info(self) -> EngineInfo:
         """The ready engine's. ApiError 503 before that."""
         self.require_ready()
@@ -93,7 +98,7 @@ class Service:
     def require_ready(self, *, admitted: bool = False) -> tuple[AsyncEngine, TextRoom]:
         """Engine and text room, or ApiError 503 that says why not. ``admitted``: for a request that is."""
         status = self.status
-        if self._status == "draining" and self._refusing and not admitted and status != "failed":
+        if self.draining and self._refusing and not admitted and status != "failed":
             raise unavailable("The server is shutting down.", retry_after=RETRY_S)
         if status == "starting":
             raise unavailable(f"The model is not ready yet ({self.phase}); see /startupz.", retry_after=1)
@@ -116,7 +121,7 @@ class Service:
     def probe(self) -> None:
         """ApiError 503 if somebody who sends requests had better send them elsewhere."""
         self.require_ready()
-        if self._status == "draining":
+        if self.draining:
             raise unavailable("The server is shutting down.", retry_after=RETRY_S)
         self.probes += 1
         self.last_probe = time.monotonic()

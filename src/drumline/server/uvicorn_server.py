@@ -231,6 +231,11 @@ class DirectBody:
         """See ``http.Direct``."""
         return self._cycle.flow.write_paused
 
+    @property
+    def unread(self) -> bool:
+        """See ``http.Direct``."""
+        return self._cycle.more_body
+
     def write(self, data: bytes) -> bool:
         """A part of the body, as one chunk. False: the client does not keep up."""
         cycle = self._cycle
