@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from drumline.errors import ExitCode
@@ -31,8 +33,8 @@ def serve(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Serve]]:
     runs: list[Serve] = []
 
     def start(*flags: str) -> Serve:
-        logs = ["--log-dir", str(tmp_path / "logs")]
-        runs.append(Serve(tiny, tmp_path / f"log{len(runs)}", "--stall-timeout", str(STALL_S), *logs, *flags).ready())
+        common = ["--stall-timeout", str(STALL_S), "--recovery", "off", "--log-dir", str(tmp_path / "logs")]
+        runs.append(Serve(tiny, tmp_path / f"log{len(runs)}", *common, *flags).ready())
         return runs[-1]
 
     yield start
@@ -98,6 +100,29 @@ def test_an_idle_server_with_a_stopped_worker(serve: Callable[..., Serve]) -> No
     assert status == 503
     assert "hangs" in answer["error"]["message"]
     assert server.end(5) == ExitCode.STALLED
+
+
+@pytest.mark.parametrize("victim", ["Worker_TP1", "EngineCore_DP0"])
+def test_a_hang_is_recovered_from(serve: Callable[..., Serve], tmp_path: Path, victim: str) -> None:
+    server = serve("--recovery", "on")
+    body = {"prompt": [5, 6, 7], "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
+    text = server.request("POST", COMPLETION, body, 60)[1]["choices"][0]["text"]
+    answers: list[tuple[int, Any]] = []
+    asking = threading.Thread(target=lambda: answers.append(server.request("POST", COMPLETION, body, 90)))
+    asking.start()
+    wait_for(lambda: server.gauge("num_requests_running"), 10, "running request")
+    stopped = server.pid(victim)
+    os.kill(stopped, signal.SIGSTOP)
+    asking.join(90)
+    status, answer = answers[0]
+    assert status == 200, answer
+    assert answer["choices"][0]["text"] == text
+    assert server.process.poll() is None
+    assert server.pid(victim) != stopped
+    assert not psutil.pid_exists(stopped)
+    wait_for(lambda: readiness(server)[0] == 200, 5, "200")
+    assert f"(pid {stopped}) hangs: no " in server.text
+    assert len(list((tmp_path / "logs").glob("hang-*.txt"))) == 1
 
 
 NAMES = {"APIServer_0", "ForkServer", "EngineCore_DP0", "Worker_TP0", "Worker_TP1"}
