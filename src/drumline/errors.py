@@ -53,7 +53,7 @@ class ExitCode(enum.IntEnum):
     USAGE = 2, "usage: a flag or the configuration cannot work; nothing was started"
     START_FAILED = 3, "the start failed"
     WORKER_DIED = 4, "a worker, the engine core or the fork server died, and was not (or not again) started again"
-    STALLED = 5, "stalled: a step or a worker does not get on"
+    STALLED = 5, "stalled: no progress for `--stall-timeout` seconds (60) while work was outstanding"
     NODE_LOST = 6, "a node was lost (several machines are not built yet)"
     INTERNAL = 7, "a fault of drumline itself"
     INTERRUPTED = 130, "ctrl-C, or a second signal while it ended"

@@ -89,7 +89,7 @@ def test_a_server_that_is_refused(serve: Callable[..., Serve], flags: list[str],
     ("worker", "size", "code", "said"),
     [
         ("Stuck", "2", ExitCode.STALLED, "gave no answer within 1 s"),
-        ("Stuck", "1", ExitCode.STALLED, "has not ended the step within 1 s"),
+        ("Stuck", "1", ExitCode.STALLED, "has not ended execute_model within 1 s"),
         ("Garbage", "1", ExitCode.INTERNAL, "EngineCore_DP0"),
     ],
 )

@@ -30,7 +30,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from threading import get_ident
 from typing import TypeVar
 
 from drumline.errors import ChannelClosedError
@@ -50,6 +49,9 @@ NEVER_S = 1e9
 """Timeouts from here on (32 years, or infinity) are no timeouts: clocks and system calls take no such times."""
 
 T = TypeVar("T")
+
+_thread = threading.local()
+"""``sharp``: this thread has given up its timer slack. (Idents of threads are used again.)"""
 
 
 def deadline_after(timeout: float | None) -> float | None:
@@ -79,7 +81,6 @@ class Waiter:
         self._bell = Doorbell(memory, OWNER_RINGER)
         self._closed = False
         self._watching = threading.Lock()
-        self._napper = 0
         self.predictor: SpinPredictor | None = None
         """Decides about watching; None where cores are few. See :mod:`spin`."""
         self._count_cores()
@@ -186,8 +187,8 @@ class Waiter:
             if not watch_until:
                 return False
             if nap_until:
-                if self._napper != get_ident():
-                    self._napper = get_ident()
+                if not getattr(_thread, "sharp", False):
+                    _thread.sharp = True
                     sharpen_sleeps()
                 self._bell.wait(seen, min(left, (nap_until - start) / 1e9))
                 now = time.perf_counter_ns()
