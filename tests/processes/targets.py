@@ -162,6 +162,14 @@ def with_grandchild(context: ChildContext, payload: bytes) -> None:
     os._exit(0)
 
 
+def with_descendants(context: ChildContext, payload: bytes) -> None:
+    """Start a process that starts one that starts one."""
+    subprocess.Popen(["sh", "-c", "sh -c 'sleep 60; true'; true"])
+    context.ready()
+    context.wait_stop(DEADLINE_S)
+    os._exit(0)
+
+
 def core(context: ChildContext, payload: bytes) -> None:
     """A middle owner: makes two workers, tells their pids, and passes failures on."""
     options: dict[str, Any] = json.loads(payload)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from drumline.processes import Supervisor
@@ -47,6 +48,19 @@ def test_all_are_gone_at_once_and_new_ones_are_made(house: House) -> None:
         assert house.server.clear(10)
         assert gone(member.pid)
     assert house.server.clear(10), "there may be none"
+
+
+def test_what_children_left_is_gone_too_however_deep(house: House) -> None:
+    for _ in range(5):
+        house.ready(member := house.spawn("with_descendants"))
+        left: list[psutil.Process] = []
+        deadline = time.monotonic() + 5
+        while len(left) < 3:
+            assert time.monotonic() < deadline
+            left = psutil.Process(member.pid).children(recursive=True)
+        assert house.server.clear(10)
+        assert [pid for pid in (member.pid, *(one.pid for one in left)) if not gone(pid)] == []
+        after(house)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

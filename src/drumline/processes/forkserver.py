@@ -92,7 +92,8 @@ class ForkServerProcess:
         self.root = _Client(Connection.from_fd(fd, m.ToServer), -1, root=True)
         self.clients = [self.root]
         self.children: dict[int, _Child] = {}
-        self.strays: dict[int, float] = {}
+        self.strays: dict[int, float | None] = {}
+        """Processes that children left, and when to kill them; None: killed, and there until reaped."""
         self.helpers: set[int] = set()
         """Processes that imports started."""
         self.obstacles: list[str] = []
@@ -235,7 +236,7 @@ class ForkServerProcess:
 
     def _timeout_ms(self) -> float | None:
         times = [child.kill_at for child in self.children.values() if child.kill_at is not None]
-        times += self.strays.values()
+        times += [kill_at for kill_at in self.strays.values() if kill_at is not None]
         if self.ending is not None:
             times.append(self.ending)
         if not times:
@@ -338,8 +339,9 @@ class ForkServerProcess:
         now = time.monotonic()
         for child in self.children.values():
             child.kill_at = now
-        for pid in self.strays:
-            self.strays[pid] = now
+        for pid, kill_at in self.strays.items():
+            if kill_at is not None:
+                self.strays[pid] = now
         self._kill_overdue()
 
     def _end_by_sigterm(self) -> None:
@@ -365,10 +367,11 @@ class ForkServerProcess:
                 return
             if result is None:
                 return
-            self.strays.pop(result.si_pid, None)
+            stray = self.strays.pop(result.si_pid, self) is not self
             child = self.children.pop(result.si_pid, None)
             if child is not None:
                 self._tell_exit(child, result)
+            if child is not None or stray:
                 self._adopt_strays()
 
     def _tell_exit(self, child: _Child, result: os.waitid_result) -> None:
@@ -406,8 +409,8 @@ class ForkServerProcess:
                 with contextlib.suppress(OSError):
                     signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
         for pid, kill_at in list(self.strays.items()):
-            if now >= kill_at:
-                del self.strays[pid]
+            if kill_at is not None and now >= kill_at:
+                self.strays[pid] = None  # killed, and there until it is reaped
                 with contextlib.suppress(OSError):  # unreaped children keep their pid, so it is the right one
                     os.kill(pid, signal.SIGKILL)
 
