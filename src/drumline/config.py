@@ -344,7 +344,8 @@ class ModelConfig:
     dtype: str = "auto"
     """``auto`` (float32 on cpu, else the checkpoint's), ``float32``, ``bfloat16``, ``float16``."""
     max_model_len: int | None = None
-    """Longest prompt plus output in tokens; None: what the model's config says."""
+    """Longest prompt plus output in tokens; None: what the model's config says (with longrope: the length of its first
+    training)."""
     load_format: str = "auto"
     """``auto``, ``safetensors``, or ``dummy`` (random weights from the config alone)."""
     model_impl: str = "auto"

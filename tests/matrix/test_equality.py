@@ -180,6 +180,9 @@ def test_greedy(models: Models, model: str, tp: int, pp: int, options: str) -> N
         assert stats.prefix_hits == 0
 
 
+GREEDY_TO_THE_END = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+
+
 SAMPLED = [
     {"temperature": 1.0},
     {"temperature": 0.7, "top_p": 0.9},
@@ -220,6 +223,19 @@ def test_sampled(models: Models, model: str, options: str) -> None:
             rule = SlotSampling(temperature=p.temperature, top_p=p.top_p, top_k=p.top_k, seed=p.seed or 0)
             tally.add(compare_sampled(reference, prompts[i], tokens, rule), f"TP {tp}, PP {pp}, {i}")
     count_in(tally)
+
+
+@pytest.mark.parametrize(("blocks", "limit"), [(60, 96), (4, 4 * BLOCK + 1)])
+def test_longrope_with_default_flags(tmp_path: Path, blocks: int, limit: int) -> None:
+    """The limit is the length of the first training, or what the pool holds of it: short frequencies for all."""
+    reference = make_tiny(tmp_path, "phi3-longrope", original_max_position_embeddings=96)
+    prompts = make_prompts(reference.config.vocab_size, 6, limit - 20)
+    tally = Tally()
+    with started(str(tmp_path), 1, 1, {"max_model_len": None, "num_gpu_blocks_override": blocks}) as llm:
+        for prompt, got in zip(prompts, tokens_of(llm, prompts, GREEDY_TO_THE_END), strict=True):
+            assert len(prompt) + len(got) == limit
+            tally.add(compare_greedy(reference, prompt, got))
+    tally.check()
 
 
 @pytest.mark.matrix

@@ -101,6 +101,25 @@ def test_dtype_and_length() -> None:
             resolve_max_model_len(length, spec)
     with pytest.raises(ConfigError, match="sequences of 1 tokens"):
         resolve_max_model_len(None, spec_from_config(SMOLLM | {"max_position_embeddings": 1}))
+    short = {"model_type": "phi3", "architectures": None, "rope_scaling": {"type": "longrope"}}
+    with pytest.raises(ConfigError, match=r"sequences of 0 tokens \(original_max_position_embeddings"):
+        resolve_max_model_len(None, spec_from_config(SMOLLM | short | {"original_max_position_embeddings": 0}))
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+@pytest.mark.parametrize(
+    "said", [{}, {"original_max_position_embeddings": 300}, {"max_position_embeddings": 9}, {"rope_parameters": None}]
+)
+def test_the_default_length_with_longrope(kind: str, said: dict[str, Any]) -> None:
+    """That of the first training, for which transformers takes the short frequencies, wherever it finds it."""
+    rope = {"type": kind, "short_factor": [1.0] * 32, "long_factor": [2.0] * 32, "original_max_position_embeddings": 77}
+    config = SMOLLM | {"model_type": "phi3", "architectures": None, "rope_scaling": rope} | said
+    spec = spec_from_config(config)
+    first = transformers.Phi3Config(**config).rope_parameters["original_max_position_embeddings"]
+    assert spec.default_max_model_len == resolve_max_model_len(None, spec) == min(first, spec.max_positions)
+    assert resolve_max_model_len(spec.max_positions, spec) == spec.max_positions
+    plain = spec_from_config(SMOLLM | {"model_type": "phi3", "architectures": None} | said)
+    assert plain.default_max_model_len == plain.max_positions
 
 
 def test_missing_keys_mean_what_transformers_takes_for_them() -> None:

@@ -17,6 +17,7 @@ from drumline.plan.step import SlotStart, StepOutput, StepPlan, ints, pack
 from tests.model.conftest import engine_config, start_worker
 from tests.model.driver import Driver, Running, prompts
 from tests.model.equality import Tally, check_prompt_logprobs, compare_greedy, compare_sampled, reference_logits
+from tests.model.tiny import make_tiny
 
 Tiny = Callable[[str], tuple[Path, Any]]
 
@@ -103,6 +104,17 @@ def test_long_contexts_of_different_lengths(tiny: Tiny) -> None:
     long = driver.add([i % 263 for i in range(250)], max_tokens=6)
     driver.run()
     check_greedy(model, [short, middle, long])
+
+
+def test_longrope_with_default_flags(tmp_path: Path) -> None:
+    """Sequences of up to the first training's length, with the frequencies that transformers takes for these."""
+    model = make_tiny(tmp_path, "phi3-longrope", original_max_position_embeddings=48)
+    worker = start_worker(engine_config(tmp_path))
+    assert worker.max_model_len == 48
+    driver = Driver(worker.execute_model)
+    requests = [driver.add(prompt, max_tokens=48 - len(prompt)) for prompt in prompts(4, 281, 36)]
+    driver.run()
+    check_greedy(model, requests)
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen2", "gemma2"])

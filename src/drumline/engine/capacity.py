@@ -78,7 +78,7 @@ def fit_max_model_len(
 
     Args:
         asked: ``--max-model-len``, or None: as long as possible.
-        model_max: what the model was made for.
+        model_max: the most that the model takes, or takes by default.
         capacity: of the pool, which must hold one request of that length alone. (Its last token is never computed.)
         scheduler: with chunked prefill off, a whole prompt must fit into one step.
 

@@ -161,11 +161,15 @@ class EngineProcess:
         began = time.monotonic()
         specs: list[KVSpec] = executor.collective_rpc("get_kv_cache_spec")
         capacity = pool_capacity(specs, executor.collective_rpc("determine_available_memory"), config.cache)
-        max_model_len, reason = fit_max_model_len(
-            config.model.max_model_len, self._spec.max_positions, capacity, config.scheduler
-        )
+        asked, spec = config.model.max_model_len, self._spec
+        # Never above the workers' limit (it chose their rotary frequencies): the default, or what was asked for.
+        longest = spec.max_positions if asked is not None else spec.default_max_model_len
+        max_model_len, reason = fit_max_model_len(asked, longest, capacity, config.scheduler)
         if reason:
-            log.warning("max_model_len is %d instead of %d: %s", max_model_len, self._spec.max_positions, reason)
+            log.warning("max_model_len is %d instead of %d: %s", max_model_len, longest, reason)
+        elif longest < spec.max_positions:
+            text = "max_model_len is %d, the length of the model's first training; --max-model-len takes up to %d"
+            log.info(text, longest, spec.max_positions)
         executor.initialize_from_config(capacity.configs(executor.world_size))
         log.info(
             "KV cache: %d blocks of %d tokens, %.1f requests of %d tokens (%s); %.2f s",

@@ -24,7 +24,7 @@ _ROW = 64
 
 def largest_plan(config: EngineConfig, spec: ModelSpec) -> int:
     """Bytes that a plan can have: the starts that the scheduler puts into one, and one that is alone too large."""
-    length = config.model.max_model_len or spec.max_positions
+    length = config.model.max_model_len or spec.default_max_model_len
     tokens = 4 * (length + length // config.cache.block_size + 1)  # and its blocks
     # logit_bias, allowed_token_ids, and tokens that end an output: each may name the whole vocabulary
     asked = spec.vocab_size * (_LOGPROB + 2 * _TOKEN)

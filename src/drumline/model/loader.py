@@ -69,7 +69,7 @@ def load_model(
     ``layers``: only these layers of the whole model, as a pipeline stage; which module that is: ``slices``. Ask
     ``slices.slice_of(model)``; ``forward.ModuleForward`` runs each.
     ``max_model_len``: the longest sequence that will be served, which decides between the frequencies of a rotary
-    embedding that has two sets (None: as long as the model was made for).
+    embedding that has two sets (None: ``spec.default_max_model_len``).
     ``load_format`` ``dummy`` makes weights that are a pure function of (seed, parameter name, full shape), so every
     TP size and every stage is of the same model. Raises ConfigError if the checkpoint does not fit the configuration.
     """
@@ -90,7 +90,7 @@ def load_model(
     _fill(model, names, parts, source, dtype, device, progress)
     if tie_here:
         _tie(model)
-    _rebuild_buffers(model, device, max_model_len or spec.max_positions)
+    _rebuild_buffers(model, device, max_model_len or spec.default_max_model_len)
     loaded: nn.Module = model.eval().requires_grad_(False)
     return loaded
 
@@ -294,7 +294,9 @@ def _choose_frequencies(rotary: Any, config: Any, max_model_len: int) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     first = config.rope_parameters["original_max_position_embeddings"]
-    if max_model_len > first:
+    if max_model_len <= first:
+        log.info("sequences have up to %d tokens: all take the short set of rotary frequencies", max_model_len)
+    else:
         log.info(
             "sequences may have up to %d tokens, more than the %d of the model's first training: all take the "
             "long set of rotary frequencies. --max-model-len %d takes the short set, which is better for short ones",

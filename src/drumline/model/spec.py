@@ -22,6 +22,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Compute types, with the bytes of one element."""
 
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+_PHI3_FIRST_POSITIONS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,9 @@ class ModelSpec:
     """The MLP has three matrices (gate, up, down), not two."""
     norms_all_heads: bool = False
     """Queries and keys are normalised over all heads at once, which ranks of a TP group do together."""
+    first_positions: int | None = None
+    """Longest sequence in tokens of the first training, where rotary frequencies have a set for these and another one
+    for longer ones (``longrope``)."""
 
     @property
     def modeling_module(self) -> str:
@@ -66,6 +70,13 @@ class ModelSpec:
     def vocabulary_weights(self) -> int:
         """Number of weights in the embedding, and in the head (one tensor if tied)."""
         return self.vocab_size * self.hidden_size
+
+    @property
+    def default_max_model_len(self) -> int:
+        """Longest sequence in tokens unless another one is asked for: those of the first training, as in vLLM, if
+        longer ones would have all sequences rotated otherwise; else all that the model was made for."""
+        first = self.max_positions if self.first_positions is None else self.first_positions
+        return min(self.max_positions, first)
 
     def heads(self, tp_size: int) -> tuple[HeadShard, ...]:
         """Attention heads of each TP rank. ConfigError if one would have none."""
@@ -129,7 +140,18 @@ def _make_spec(config: Mapping[str, Any], model_type: str, architecture: Archite
         windows=layer_windows(config, architecture, layers),
         gated_mlp=architecture.gated_mlp,
         norms_all_heads=architecture.norms_all_heads,
+        first_positions=_first_positions(config),
     )
+
+
+def _first_positions(config: Mapping[str, Any]) -> int | None:
+    """See ModelSpec. Phi-3's configuration class has a default; its own key goes before the rope's, but not with the
+    oldest spelling."""
+    if "longrope" not in _rope_types(config):
+        return None
+    key, rope = "original_max_position_embeddings", _rope(config)
+    first = config.get(key, _PHI3_FIRST_POSITIONS)
+    return int(rope.get(key, first) if (rope.get("rope_type") or rope.get("type")) == "su" else first)
 
 
 def _checkpoint_dtype(config: Mapping[str, Any]) -> str:
@@ -168,9 +190,14 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: Architecture, n
         raise UnsupportedModelError(f"{name}: rotary embedding of type {rope_type!r} {reason}")
 
 
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return found
+
+
 def _rope_types(config: Mapping[str, Any]) -> set[str]:
     """Types of rotary embedding that the configuration names, in the spelling of today."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _rope(config)
     per_layer_type = [entry for entry in rope.values() if isinstance(entry, Mapping)]
     types = {str(entry.get("rope_type") or entry.get("type") or "default") for entry in per_layer_type or [rope]}
     if config["model_type"] == "phi3":  # as its configuration class reads old checkpoints
@@ -190,13 +217,15 @@ def resolve_dtype(asked: str, spec: ModelSpec, device_type: str) -> str:
 
 def resolve_max_model_len(asked: int | None, spec: ModelSpec) -> int:
     """Longest sequence in tokens. ConfigError if more is asked for than the model was made for, or no request fits."""
-    if spec.max_positions < LEAST_MODEL_LEN:
+    default = spec.default_max_model_len
+    if default < LEAST_MODEL_LEN:
+        key = "" if default == spec.max_positions else "original_"
         raise ConfigError(
-            f"the model takes sequences of {spec.max_positions} tokens (max_position_embeddings); a request has "
+            f"the model takes sequences of {default} tokens ({key}max_position_embeddings); a request has "
             f"{LEAST_MODEL_LEN} at least, one of its prompt and one of its output"
         )
     if asked is None:
-        return spec.max_positions
+        return default
     if not LEAST_MODEL_LEN <= asked <= spec.max_positions:
         raise ConfigError(
             f"--max-model-len {asked} must be between {LEAST_MODEL_LEN} and the model's {spec.max_positions}"
