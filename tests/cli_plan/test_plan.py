@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from drumline.cli.plan import auxiliary_table, main, plan_text, process_table
 from drumline.config import (
@@ -150,6 +152,21 @@ def test_a_backend_that_serve_would_refuse(backend: str, words: str) -> None:
     text = plan_text(EngineConfig(parallel=parallel), devices=CPU)
     assert "serve would refuse this here: " in text
     assert words in text
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_tied_head_counts_unless_the_weights_have_another_one(tmp_path: Path, equal: bool) -> None:
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    model = {"model_type": "llama", **dict.fromkeys(names, 4), "vocab_size": 1 << 18, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    embedding = np.zeros((1 << 18, 4), np.float32)
+    head = embedding.copy()
+    head[-1, -1] = 0 if equal else 1  # the last of all that are compared
+    save_file({"model.embed_tokens.weight": embedding}, tmp_path / "model-1.safetensors")
+    config = EngineConfig(model=ModelConfig(model=str(tmp_path)))
+    assert "about 4 MiB" in plan_text(config, devices=CPU)
+    save_file({"lm_head.weight": head}, tmp_path / "model-2.safetensors")
+    assert ("about 4 MiB" if equal else "about 8 MiB") in plan_text(config, devices=CPU)
 
 
 def test_shares_of_a_model_folder(tmp_path: Path) -> None:

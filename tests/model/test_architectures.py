@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from drumline.model.attention import KVCache, make_batch
 from drumline.model.forward import ModuleForward
@@ -23,7 +25,7 @@ from drumline.model.slices import slice_of
 from drumline.model.spec import read_spec
 from drumline.parallel.shards import Range
 from tests.model.equality import TIE
-from tests.model.tiny import FEATURES, SHAPES, make_model, make_tiny
+from tests.model.tiny import FEATURES, SHAPES, edit_config, make_model, make_tiny
 
 Tiny = Callable[[str], tuple[Path, Any]]
 CPU = torch.device("cpu")
@@ -68,6 +70,7 @@ class Split:
         spec = read_spec(folder)
         group = ThreadGroup(tp)
         self.ranks: list[list[tuple[Any, KVCache]]] = []
+        self.models: list[Any] = []
         for rank in range(tp):
             column = []
             for layers in stages:
@@ -81,6 +84,7 @@ class Split:
                     layers=layers,
                     max_model_len=max_model_len,
                 )
+                self.models.append(model)
                 cache = KVCache(
                     num_layers=slice_of(model).layers.size,
                     num_blocks=64,
@@ -140,6 +144,29 @@ def test_pipeline_stages(tiny: Tiny, shape: str, cuts: tuple[int, ...]) -> None:
 def test_both(tiny: Tiny, shape: str) -> None:
     folder, model = tiny(shape)
     check(model, Split(folder, 2, [Range(0, 1), Range(1, 3)]))
+
+
+@pytest.mark.parametrize("head", ["another", "equal", "alone"])
+def test_the_head_of_the_weights_goes_before_a_tie(tmp_path: Path, shape: str, head: str) -> None:
+    """The configuration says that head and embedding are one; the weights have two, or the head's name alone."""
+    make_tiny(tmp_path, shape, tie_word_embeddings=False)
+    edit_config(tmp_path, tie_word_embeddings=True)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    embedding = next(name for name in tensors if ".embed_" in name)
+    own = next(name for name in tensors if name in ("lm_head.weight", "embed_out.weight"))
+    if head != "another":
+        tensors[own] = tensors[embedding].clone()
+    if head == "alone":
+        del tensors[embedding]
+    save_file(tensors, file, metadata={"format": "pt"})
+    reference = getattr(transformers, SHAPES[shape][1]).from_pretrained(tmp_path, attn_implementation="eager")
+    for tp, stages in ((1, (None,)), (3, (None,)), (1, (Range(0, 2), Range(2, 3))), (2, (Range(0, 1), Range(1, 3)))):
+        split = Split(tmp_path, tp, stages)
+        check(reference, split)
+        for model in split.models if len(stages) == 1 else ():
+            tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+            assert tied == (head != "another")
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -15,7 +15,7 @@ from drumline.cli.args import Parser, add_flags, configs, parse
 from drumline.config import DeviceTable, EngineConfig, ParallelConfig, ServerConfig, choose_backend
 from drumline.engine.checks import check_machine, check_model
 from drumline.errors import ConfigError, ExitCode
-from drumline.model.resolve import check_weights
+from drumline.model.resolve import check_weights, has_own_head
 from drumline.model.spec import DTYPE_BYTES, ModelSpec, kv_spec, read_spec, resolve_dtype
 from drumline.model.stages import stage_layers, stage_weights
 from drumline.parallel.boxes import MAIL_BYTES
@@ -261,7 +261,10 @@ def _shares(config: EngineConfig, devices: DeviceTable) -> str:
         return ""
     refusal = "serve would refuse this model: "
     try:
-        shares = _share_table(read_spec(folder), config, devices)
+        spec = read_spec(folder)
+        if spec.tied and config.model.load_format != "dummy":
+            spec = replace(spec, tied=not has_own_head(Path(folder)))
+        shares = _share_table(spec, config, devices)
     except ConfigError as error:
         return f"{refusal}{error}"
     try:

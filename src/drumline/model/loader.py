@@ -47,6 +47,9 @@ Progress = Callable[[float], None]
 _COLUMN_STYLES = frozenset({"colwise", "colwise_rep", "colwise_gather_output"})
 _ROW_STYLES = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input"})
 _WHOLE_STYLES = frozenset({"replicated_with_grad_allreduce"})
+_HEAD = "lm_head.weight"
+_ROWS_AT_ONCE = 4096
+"""Rows of head and embedding that are compared at once, since comparing may convert them."""
 _WIDTH_MULTIPLE = 16
 """MLP ranges begin at whole cache lines of float32."""
 
@@ -79,13 +82,17 @@ def load_model(
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     cut(model, part)
     parts = _split(model, spec, part, dtype, group)
-    tie_here = spec.tied and part.first and part.last
+    source: WeightSource = DummyWeights(seed) if load_format == "dummy" else SafetensorsWeights(Path(folder))
+    tie_here = spec.tied and part.first and part.last and _is_tied(source, model, f"{embedding}.weight", parts, dtype)
     if tie_here:
         _tie(model)
+    elif spec.tied and part.first and part.last:
+        _untie(model)
+        if group.rank_in_group == 0:
+            log.warning("config.json ties the head to the embedding, but the weights have another head: it is taken")
     names = {name: checkpoint_name(name, part) for name, _ in model.named_parameters()}
-    if spec.tied and not part.first:
-        names |= {name: f"{embedding}.weight" for name in names if name.startswith("lm_head.")}
-    source: WeightSource = DummyWeights(seed) if load_format == "dummy" else SafetensorsWeights(Path(folder))
+    if spec.tied:
+        names |= _tied_names(source, f"{embedding}.weight", names)
     source.check(list(names.values()), f"{folder}")
     _fill(model, names, parts, source, dtype, device, progress)
     if tie_here:
@@ -111,6 +118,32 @@ def _build(spec: ModelSpec, folder: str | Path, dtype: torch.dtype) -> Any:
 def _tie(model: Any) -> None:
     """Head and embedding are one tensor (both split by the same vocabulary ranges)."""
     model.get_output_embeddings().weight = model.get_input_embeddings().weight
+
+
+def _untie(model: Any) -> None:
+    """Head and embedding are two tensors, whatever the model's class made of them."""
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+
+
+def _is_tied(source: WeightSource, model: Any, embedding: str, parts: Mapping[str, Part], dtype: torch.dtype) -> bool:
+    """Whether a checkpoint of a configuration that ties them has no head that differs from the embedding.
+
+    transformers takes a head that differs. Each rank looks at its own rows: where these are equal it makes no
+    difference whether they are one tensor.
+    """
+    if not (source.has(_HEAD) and source.has(embedding)):
+        return True
+    shape = tuple(model.get_input_embeddings().weight.shape)
+    one, other = (source.read(name, shape, parts.get(embedding)) for name in (embedding, _HEAD))
+    pieces = zip(one.split(_ROWS_AT_ONCE), other.split(_ROWS_AT_ONCE), strict=True)
+    return all(a.to(dtype).equal(b.to(dtype)) for a, b in pieces)
+
+
+def _tied_names(source: WeightSource, embedding: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Where head and embedding are read from if the configuration ties them: of either the one that there is."""
+    other = {embedding: _HEAD, _HEAD: embedding}
+    return {name: other[name] for name in names if name in other and not source.has(name) and source.has(other[name])}
 
 
 # --- parallel layers -------------------------------------------------------------------------------------------------

@@ -35,6 +35,12 @@ _WEIGHT_FILES = ["*.safetensors"]
 INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000
 """Longest header of a safetensors file in bytes, as its readers have it."""
+_HEADS, _EMBEDDINGS = _TIED = (
+    ("lm_head.weight", "embed_out.weight"),
+    ("model.embed_tokens.weight", "gpt_neox.embed_in.weight"),
+)
+"""What checkpoints call them."""
+_COMPARED_AT_ONCE = 1 << 20
 CONNECT_S = 10.0
 """How long the hub may take to answer the first question."""
 _IGNORED = ["*/*", "consolidated*"]
@@ -104,6 +110,38 @@ def _check_file(path: Path) -> None:
         raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
     if whole != size:
         raise ConfigError(f"{path} has {size} bytes, but {whole} by its header: was it fetched completely?")
+
+
+def has_own_head(folder: Path) -> bool:
+    """The weights have both an embedding and a head, and these are not the same bytes: then they are two tensors,
+    whatever the configuration says (``loader``). False for weights that cannot be read."""
+    try:
+        found: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length)) if length <= _LONGEST_HEADER else {}
+            found |= {name: (path, 8 + length, header[name]) for name in (*_HEADS, *_EMBEDDINGS) if name in header}
+        head, embedding = (next((found[name] for name in names if name in found), None) for names in _TIED)
+        return head is not None and embedding is not None and _differ(head, embedding)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return False
+
+
+def _differ(*tensors: tuple[Path, int, dict[str, Any]]) -> bool:
+    """Whether two tensors (file, where its data begin, entry in its header) differ."""
+    (one, at_one, first), (other, at_other, second) = tensors
+    (start_one, end_one), (start_other, end_other) = first["data_offsets"], second["data_offsets"]
+    size = end_one - start_one
+    if (first["dtype"], size) != (second["dtype"], end_other - start_other):
+        return True
+    with one.open("rb") as file, other.open("rb") as beside:
+        file.seek(at_one + start_one)
+        beside.seek(at_other + start_other)
+        return any(
+            file.read(count) != beside.read(count)
+            for count in (min(_COMPARED_AT_ONCE, size - done) for done in range(0, size, _COMPARED_AT_ONCE))
+        )
 
 
 def _folder(name: str, revision: str | None, *, weights: bool, option: str) -> Path:

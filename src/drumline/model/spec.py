@@ -41,7 +41,8 @@ class ModelSpec:
     max_positions: int
     """Longest sequence in tokens that the model was made for."""
     tied: bool
-    """Embedding and output head are one tensor."""
+    """Embedding and output head are one tensor, by the configuration; weights with a head that differs have two
+    (``loader``)."""
     dtype: str
     """Of the checkpoint: ``float32``, ``bfloat16`` or ``float16``."""
     windows: tuple[int | None, ...] = ()

@@ -52,6 +52,9 @@ class WeightSource(Protocol):
     def check(self, names: list[str], folder: str) -> None:
         """Raise ConfigError if one of these parameters is missing."""
 
+    def has(self, name: str) -> bool:
+        """Whether there is a parameter of this name that may differ from what it is tied to."""
+
     def order(self, names: list[str]) -> Iterator[str]:
         """The names in the order in which reading is cheapest."""
 
@@ -78,6 +81,10 @@ class SafetensorsWeights:
             raise ConfigError(
                 f"the weights in {folder} lack {', '.join(missing[:3])}{more}: they do not fit config.json"
             )
+
+    def has(self, name: str) -> bool:
+        """A file has it."""
+        return name in self._files
 
     def order(self, names: list[str]) -> Iterator[str]:
         """File by file."""
@@ -150,6 +157,10 @@ class DummyWeights:
 
     def check(self, names: list[str], folder: str) -> None:
         """Nothing is missing."""
+
+    def has(self, name: str) -> bool:
+        """All but the head: where the configuration ties it, it is the embedding."""
+        return name != "lm_head.weight"
 
     def order(self, names: list[str]) -> Iterator[str]:
         """As they come."""
