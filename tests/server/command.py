@@ -37,7 +37,7 @@ TINY = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 COMPLETION = "/v1/completions"
-LONG = {"prompt": [5, 6, 7], "stream": True, "ignore_eos": True, "temperature": 0}
+LONG = {"prompt": [5, 6, 7], "stream": True, "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 FLAGS = ["-tp", "2", "--load-format", "dummy", "--kv-cache-memory-bytes", "8MiB", "--port", "0"]
 
 

@@ -51,8 +51,8 @@ def leave(sock: socket.socket, how: str) -> None:
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, {"messages": [{"role": "user", "content": "hi"}]}),
     "chat stream": (CHAT, {"messages": [{"role": "user", "content": "hi"}], "stream": True}),
-    "n = 3": (COMPLETION, {"prompt": "x", "n": 3, "temperature": 1}),
-    "batch stream": (COMPLETION, {"prompt": ["a", "b"], "stream": True}),
+    "n = 3": (COMPLETION, {"prompt": "x", "n": 3, "temperature": 1, "max_tokens": 250}),
+    "batch stream": (COMPLETION, {"prompt": ["a", "b"], "max_tokens": 250, "stream": True}),
 }
 OUTPUTS = {"chat": 1, "chat stream": 1, "n = 3": 3, "batch stream": 2}
 
@@ -104,7 +104,9 @@ async def test_many_at_random_times(server: Served, caplog: pytest.LogCaptureFix
 
 
 async def test_a_client_that_does_not_read_does_not_delay_others_or_the_end(server: Served) -> None:
-    with await request(server, COMPLETION, {"prompt": ["a"] * 400, "stream": True, "logprobs": 20}) as sock:
+    with await request(
+        server, COMPLETION, {"prompt": ["a"] * 400, "max_tokens": 250, "stream": True, "logprobs": 20}
+    ) as sock:
         await server.engine.until(400)
         with await request(server, COMPLETION, {"prompt": "b", "max_tokens": 1}) as other:
             assert (await receive(other)).startswith(b"HTTP/1.1 200 OK")

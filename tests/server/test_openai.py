@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,15 @@ async def test_stop_string_is_cut_and_frees_the_request(server: Served, openai: 
     say(server, folder, "The quick brown fox jumps", end=False)
     for stream in (False, True):
         if stream:
-            events = await openai.completions.create(model="tiny", prompt="x", stop=["wn f", "zzz"], stream=True)
+            events = await openai.completions.create(
+                model="tiny", prompt="x", stop=["wn f", "zzz"], max_tokens=99, stream=True
+            )
             pieces = [event.choices[0] async for event in events]
             text, last = "".join(piece.text for piece in pieces), pieces[-1]
         else:
-            last = (await openai.completions.create(model="tiny", prompt="x", stop=["wn f", "zzz"])).choices[0]
+            last = (
+                await openai.completions.create(model="tiny", prompt="x", stop=["wn f", "zzz"], max_tokens=99)
+            ).choices[0]
             text = last.text
         assert text == "The quick bro"
         assert last.finish_reason == "stop"
@@ -101,6 +106,7 @@ async def test_tokens_behind_a_stop_string_are_nobodys(
     arguments = {
         "model": "tiny",
         "prompt": "x",
+        "max_tokens": 99,
         "stop": "fox j",
         "logprobs": 1,
         "extra_body": {"return_token_ids": True},
@@ -134,7 +140,8 @@ async def test_token_ids(server: Served, openai: AsyncOpenAI, folder: Path, stre
     names = [entry.token for choice in choices if choice.logprobs for entry in choice.logprobs.content]
     assert names == [f"token_id:{token}" for token in ids]
     assert all(event.system_fingerprint.startswith("drumline-") for event in events)
-    prompts = {"model": "tiny", "prompt": ["a", "bc"], "n": 2, "extra_body": extra, "stream": stream, "temperature": 1}
+    prompts = {"model": "tiny", "prompt": ["a", "bc"], "n": 2, "max_tokens": 99, "stream": stream, "temperature": 1}
+    prompts["extra_body"] = extra
     answer = await openai.completions.create(**prompts)  # type: ignore[call-overload]
     events = [event async for event in answer] if stream else [answer]
     for index in range(4):
@@ -264,11 +271,46 @@ async def test_prompt_forms(server: Served, openai: AsyncOpenAI, folder: Path, f
     assert server.engine.seen[0].prompt_token_ids == ids
 
 
-async def test_max_tokens_defaults_to_what_fits(server: Served, openai: AsyncOpenAI) -> None:
-    answer = await openai.completions.create(model="tiny", prompt=[5] * 200)
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 56
+async def length(web: httpx.AsyncClient, path: str, body: dict[str, Any]) -> int:
+    """Output tokens of an answer that its length ended, as a stream and whole."""
+    whole = (await web.post(path, json=body)).json()
+    stream = await web.post(path, json={**body, "stream": True, "stream_options": {"include_usage": True}})
+    last = json.loads(stream.text.split("\n\n")[-3].removeprefix("data: "))
+    assert whole["choices"][0]["finish_reason"] == "length"
+    assert whole["usage"]["completion_tokens"] == last["usage"]["completion_tokens"]
+    return int(whole["usage"]["completion_tokens"])
+
+
+@pytest.mark.parametrize("said", [{}, {"max_tokens": None}])
+async def test_how_many_tokens_without_max_tokens(
+    server: Served, web: httpx.AsyncClient, folder: Path, said: dict[str, None]
+) -> None:
+    """A completion 16, as OpenAI and vLLM have it, or what fits if that is less; a chat what fits."""
+    say(server, folder, "dog", end=False)
+    route = "/v1/completions"
+    assert await length(web, route, {"prompt": [5] * 200, **said}) == 16
+    assert await length(web, route, {"prompt": [5] * 246, **said}) == 10
+    assert await length(web, route, {"prompt": [5] * 999, "truncate_prompt_tokens": -1, **said}) == 16
+    assert await length(web, route, {"prompt": [5] * 999, "truncate_prompt_tokens": 250, **said}) == 6
+    assert await length(web, route, {"prompt": [5], "echo": True, "min_tokens": 16, **said}) == 16
+    refused = await web.post(route, json={"prompt": [5], "min_tokens": 17, **said})
+    assert refused.json()["error"]["param"] == "min_tokens"
+    chat = {"messages": MESSAGES, "min_tokens": 30, "max_completion_tokens": None, **said}
+    asked = await length(web, "/v1/chat/completions", chat)
+    assert asked == 256 - len(server.engine.seen[-1].prompt_token_ids)
+
+
+@pytest.mark.parametrize(("own", "expected"), [(5, (5, 5)), (100, (16, 100))])
+async def test_the_models_own_limit(folder: Path, tmp_path: Path, own: int, expected: tuple[int, int]) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"max_new_tokens": own}))
+    async with served(tmp_path / "model") as server, httpx.AsyncClient(base_url=server.url, timeout=10) as web:
+        say(server, folder, "dog", end=False)
+        got = (
+            await length(web, "/v1/completions", {"prompt": [5]}),
+            await length(web, "/v1/chat/completions", {"messages": MESSAGES}),
+        )
+        assert got == expected
 
 
 async def test_chat_logprobs(server: Served, openai: AsyncOpenAI, folder: Path) -> None:

@@ -48,7 +48,7 @@ async def test_raw_and_streamed_answers(server: Served, openai: AsyncOpenAI, fol
     raw = await openai.chat.completions.with_raw_response.create(model="tiny", messages=MESSAGES)
     assert raw.headers["content-type"] == "application/json"
     assert raw.parse().choices[0].message.content == TEXT
-    raw_text = await openai.completions.with_raw_response.create(model="tiny", prompt="x")
+    raw_text = await openai.completions.with_raw_response.create(model="tiny", prompt="x", max_tokens=99)
     assert raw_text.parse().choices[0].text == TEXT
     async with openai.chat.completions.with_streaming_response.create(
         model="tiny", messages=MESSAGES, stream=True
@@ -68,13 +68,13 @@ def sync_calls(address: str) -> None:
         with client.chat.completions.stream(model="tiny", messages=MESSAGES) as stream:
             stream.until_done()
             assert stream.get_final_completion().choices[0].message.content == TEXT
-        pieces = list(client.completions.create(model="tiny", prompt=["a", "b"], stream=True, echo=True))
+        pieces = list(client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=99, stream=True, echo=True))
         for index, prompt in enumerate("ab"):
             mine = [choice.text for piece in pieces for choice in piece.choices if choice.index == index]
             assert "".join(mine) == prompt + TEXT
         assert [model.id for model in client.models.list()] == ["tiny", "alias/of-tiny"]
         assert client.models.retrieve("tiny").id == "tiny"
-        with client.completions.create(model="tiny", prompt="a", stream=True) as broken_off:
+        with client.completions.create(model="tiny", prompt="a", max_tokens=99, stream=True) as broken_off:
             next(iter(broken_off))
 
 

@@ -121,7 +121,7 @@ async def test_stop_ends_requests_with_an_error(server: Served, web: httpx.Async
 async def test_end_in_mid_stream(server: Served, web: httpx.AsyncClient, death: bool) -> None:
     server.engine.pause_s = 0.005
     lines = []
-    async with web.stream("POST", COMPLETION, json={"prompt": "x", "stream": True}) as answer:
+    async with web.stream("POST", COMPLETION, json={"prompt": "x", "max_tokens": 200, "stream": True}) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
         async for line in answer.aiter_lines():

@@ -45,6 +45,8 @@ MAX_STOP_CHARS = 65_536
 """Of all stop texts of a request together: each is prepared for looking it up in a stream, while all streams wait."""
 MAX_PROMPT_LOGPROBS = 500_000
 """Log-probabilities of prompt tokens in one answer, some 36 MB of JSON."""
+COMPLETION_TOKENS = 16
+"""Most output tokens of a completion without ``max_tokens``, as in OpenAI's API and vLLM."""
 MAX_TOKENS = 1_000_000
 """Ids that can be turned into text, or be made of one, at once, unless the model takes more."""
 LARGE_BODY_BYTES = SHORT_CHARS
@@ -168,7 +170,7 @@ class TextRoom:
         _refuse(body)
         num_top = whole_number(body.logprobs, "logprobs", -1, INT32)
         echo_only = bool(body.echo) and body.max_tokens == 0
-        params = self._params(body, num_top, 1 if echo_only else None)
+        params = self._params(body, num_top, 1 if echo_only else None, default=COMPLETION_TOKENS)
         if body.echo and num_top is not None and params.prompt_logprobs is None:
             params.prompt_logprobs = num_top
         if body.best_of is not None:
@@ -273,13 +275,12 @@ class TextRoom:
         *,
         add_special_tokens: bool,
     ) -> PreparedRequest:
-        limited = body.max_tokens is not None or getattr(body, "max_completion_tokens", None) is not None
         return self._builder.prepare(
             request_id,
             self._truncated(body, params, prompt, add_special_tokens),
             params,
             add_special_tokens=add_special_tokens,
-            strict_max_tokens=limited,
+            strict_max_tokens=_limited(body),
             priority=self._priority(body),
             cache_salt=body.cache_salt or "",
         )
@@ -306,7 +307,8 @@ class TextRoom:
             raise bad_request(f"truncation_side must be left or right, not {shown(side)}.", "truncation_side")
         if most is None:
             return prompt
-        limit = self._builder.max_model_len - (params.max_tokens or 1)
+        room = self._builder.max_model_len
+        limit = room - (params.max_tokens or 1 if _limited(body) else 1)
         if most == 0 or most > limit or limit < 1:
             raise bad_request(
                 f"truncate_prompt_tokens must be -1 or between 1 and {limit}, what the model and max_tokens leave, not "
@@ -315,7 +317,7 @@ class TextRoom:
             )
         if isinstance(prompt, str):
             prompt = self._many_tokens(prompt, add_special_tokens)
-        most = limit if most == -1 else most
+        most = max(room - (params.max_tokens or 1), 1) if most == -1 else most
         return prompt[:most] if side == "right" else prompt[-most:]
 
     def _params(
@@ -324,7 +326,11 @@ class TextRoom:
         num_top: int | None,
         max_tokens: float | int | None = None,
         max_tokens_name: str = "max_tokens",
+        *,
+        default: int | None = None,
     ) -> SamplingParams:
+        """``default``: most tokens without ``max_tokens``, unless the model's own configuration says fewer; None: as
+        many as it says, or as fit."""
         if max_tokens is None:
             max_tokens, max_tokens_name = body.max_tokens, "max_tokens"
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -343,7 +349,12 @@ class TextRoom:
         if body.stream and body.prompt_logprobs is not None:
             raise bad_request("prompt_logprobs are not part of a stream: leave out one of the two.", "prompt_logprobs")
         limit = whole_number(max_tokens, max_tokens_name, 1, INT32)
-        params = self._builder.default_params(
+        if limit is None:
+            limit = min(
+                (most for most in (default, self._defaults.get("max_tokens")) if most is not None), default=None
+            )
+        return self._builder.default_params(
+            all_that_fit=limit is None,
             n=whole_number(body.n, "n", 1, MAX_N),
             temperature=body.temperature,
             top_p=body.top_p,
@@ -367,10 +378,11 @@ class TextRoom:
             bad_words=body.bad_words,
             allowed_token_ids=body.allowed_token_ids,
         )
-        if limit is None:
-            # Not the 16 of SamplingParams: what the model's own configuration says, else as many as fit.
-            params.max_tokens = self._defaults.get("max_tokens")
-        return params
+
+
+def _limited(body: SamplingFields) -> bool:
+    """The client said how many tokens it wants at most."""
+    return body.max_tokens is not None or getattr(body, "max_completion_tokens", None) is not None
 
 
 def split_prompt(prompt: Any) -> list[str | list[int]]:

@@ -39,7 +39,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     seed: Number = None
     stop: str | list[str] | None = None
     max_tokens: Number = None
-    """Left out: as many as fit."""
+    """Left out: 16 in a completion, as many as fit in a chat; fewer if the model's generation_config.json says so."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

@@ -85,15 +85,18 @@ class RequestBuilder:
         self._defaults = dict(sampling_defaults or {})
         self._draw = random.Random(seed).getrandbits if seed is not None else secrets.randbits
 
-    def default_params(self, **given: Any) -> SamplingParams:
+    def default_params(self, *, all_that_fit: bool = False, **given: Any) -> SamplingParams:
         """Sampling parameters with the model's defaults (generation_config.json) where ``given`` has none or None.
+
+        ``all_that_fit``: without ``max_tokens`` from either there is no limit, rather than that of SamplingParams.
 
         As this is what requests of the API come through, biases are brought into OpenAI's range, -100 to 100.
         """
         bias = given.get("logit_bias")
         if isinstance(bias, Mapping) and all(type(value) in (int, float) for value in bias.values()):
             given["logit_bias"] = {token: min(max(value, -100), 100) for token, value in bias.items()}
-        return SamplingParams(**{**self._defaults, **{k: v for k, v in given.items() if v is not None}})
+        fallback = {"max_tokens": None} if all_that_fit else {}
+        return SamplingParams(**{**fallback, **self._defaults, **{k: v for k, v in given.items() if v is not None}})
 
     def prepare(
         self,
