@@ -57,6 +57,7 @@ class Rig:
             ),
             self.pool,
         )
+        self._make_room, self.scheduler._make_room = self.scheduler._make_room, self._check_room  # type: ignore[method-assign]
         self.worker = SimulatedWorker(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -80,6 +81,31 @@ class Rig:
         self.flight.append(self.worker.execute(plan))
         self.scheduler.check()
         return True
+
+    def _check_room(self) -> None:
+        """Nobody is preempted for a more urgent request that is not let in then, nor more than it needs."""
+        scheduler, victims = self.scheduler, list[Request]()
+        preempt, admit = scheduler._preempt, scheduler._admit
+
+        def note(victim: Request) -> None:
+            head = scheduler._waiting.head
+            assert head is not None
+            assert not scheduler._fits(head, scheduler._cached_blocks(head)), "a victim too many"
+            assert all(victim.rank < other.rank for other in victims), "the wrong victim"
+            victims.append(victim)
+            preempt(victim)
+
+        def clear(head: Request, cached: list[int]) -> None:
+            assert all(head.priority < victim.priority for victim in victims)
+            victims.clear()
+            admit(head, cached)
+
+        scheduler._preempt, scheduler._admit = note, clear  # type: ignore[method-assign]
+        try:
+            self._make_room()
+        finally:
+            del scheduler._preempt, scheduler._admit
+        assert not victims, "preempted for nothing"
 
     def _check_order(self, before: list[Request]) -> None:
         """Who was let in comes before all that wait; who was preempted comes after all that run."""

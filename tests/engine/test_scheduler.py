@@ -459,6 +459,23 @@ def test_nobody_is_preempted_in_vain():
     rig.run()
 
 
+@pytest.mark.parametrize("more", [0, 4])
+def test_blocks_that_victims_share_count_once(more: int):
+    """Ten requests with the same long beginning: all together they hold hardly more than one of them does."""
+    rig = Rig(policy="priority", num_blocks=60, max_num_seqs=16, max_model_len=200, max_num_batched_tokens=512)
+    rig.scheduler.add(request("a", list(range(9)) * 8, 20, priority=0))  # 18 blocks
+    for name in range(10):
+        rig.scheduler.add(request(f"low{name}", [9] * 80 + [name % 9] * 2, 30, priority=5))  # 20 shared, 1 each
+    rig.turn()
+    assert rig.scheduler.stats().num_running == 11
+    rig.scheduler.add(request("u", [3] * (41 * 4 + more), 10, priority=0))  # one more for a, which runs
+    rig.turn()
+    running = [r.id for r in rig.scheduler._running()]
+    assert rig.scheduler.stats().preemptions == (0 if more else 10), running
+    assert ("u" in running) == (not more)
+    rig.run()
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_an_urgent_prompt_comes_before_the_rest_of_a_long_one(depth: int):
     rig = priority_rig(max_num_batched_tokens=8)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -155,6 +155,13 @@ class BlockPool:
                 self._idle[block] = None
             else:
                 self._blank.append(block)
+
+    def freed_with(self, blocks: Sequence[int], gone: Counter[int]) -> list[int]:
+        """Which of the blocks of a table become free if it goes after others have gone. ``gone``: how many tables with
+        each block have; this one is added. Nothing is freed."""
+        gone.update(blocks)
+        references = self._references
+        return [block for block in blocks if references[block] == gone[block]]
 
     def register(self, block: int, digest: bytes) -> None:
         """Make the prefix in a used block known, unless another block is known for it already."""

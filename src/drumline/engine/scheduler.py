@@ -7,8 +7,8 @@ then computes prompts in what is left of the budget, one after another, within `
 **Order.** Requests have a *rank*: their priority (lower first; the same for all with the policy ``fcfs``), then their
 arrival. Waiting ones are let in in order of rank: nobody overtakes the head of the queue. When blocks run out, the
 running request of the greatest rank is preempted: its blocks are freed, it waits again, and is recomputed from its
-tokens. With the policy ``priority``, a running request of a strictly lower urgency is preempted, too, when the head
-of the queue lacks a slot or blocks.
+tokens. With the policy ``priority``, running requests of a strictly lower urgency are preempted, too, when the head
+of the queue lacks a slot or blocks and fits without them: nobody is preempted in vain.
 
 A request gets the blocks of all its known tokens when it is let in, not chunk by chunk: a half-computed prompt never
 waits for blocks. It is let in only if one block for each running request stays free, which keeps it from being
@@ -73,7 +73,7 @@ what it finds again after a preemption is its own.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -538,18 +538,36 @@ class Scheduler:
         """Let urgent requests in at the cost of running ones that are less urgent."""
         while (head := self._waiting.head) is not None and not head.pending:
             victims = [other for other in self._running() if not other.promoted and other.priority > head.priority]
-            if not victims or self._fits(head, self._cached_blocks(head)):
+            if not victims:
                 return
-            # Shared blocks do not become free, so this is a hope; but it spares most victims that would be in vain.
-            hoped = self.pool.num_free + sum(len(victim.blocks) for victim in victims)
-            if self.pool.blocks_for(head.length) + self._num_running - len(victims) > hoped:
-                return
-            while victims and not self._fits(head, self._cached_blocks(head)):
-                self._preempt(victims.pop())
             cached = self._cached_blocks(head)
-            if not self._fits(head, cached):
+            if self._fits(head, cached):
                 return
-            self._admit(head, cached)
+            victims = self._victims_for(head, cached, victims)
+            if not victims:
+                return
+            for victim in victims:
+                self._preempt(victim)
+            # Their own blocks may have become known meanwhile: these are free, so that sharing them costs as much.
+            self._admit(head, self._cached_blocks(head))
+
+    def _victims_for(self, head: Request, cached: list[int], victims: list[Request]) -> list[Request]:
+        """Those to preempt so that the head of the queue fits, the last in rank first; none if all are not enough.
+
+        A block becomes free when the last table that has it goes; if the head shares it, it is needed then.
+        """
+        pool, left = self.pool, self._num_running
+        free, needed = pool.num_free, pool.blocks_for(len(head.tokens)) - len(cached) + pool.num_idle(cached)
+        if needed + left - len(victims) > free + sum(len(victim.blocks) for victim in victims):
+            return []  # even if none of their blocks were shared: spares counting them
+        known, gone = set(cached), Counter[int]()
+        for count, victim in enumerate(reversed(victims), start=1):
+            freed = pool.freed_with(victim.blocks, gone)
+            free += len(freed)
+            needed += len(known.intersection(freed))
+            if left == count or needed + left - count <= free:
+                return victims[: -count - 1 : -1]
+        return []
 
     def _promote(self) -> None:
         """Let the request that arrived first of those that wait come first, if they were overtaken for too long."""
