@@ -8,6 +8,7 @@ import math
 import random
 import statistics
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drumline.cli.bench import prompts, report, sse
-from drumline.cli.bench.answers import BROKEN, IN_STREAM, MALFORMED, SHORT, AnswerError, complete, read_answer
+from drumline.cli.bench.answers import BROKEN, IN_STREAM, MALFORMED, SHORT, AnswerError, complete, read_answer, refusal
 from drumline.cli.bench.schedule import arrivals
 from drumline.cli.bench.sse import EventReader
 from drumline.cli.bench.stats import Outcome, Spread, peak, percentile, summarise
@@ -166,6 +167,16 @@ def test_who_counts() -> None:
         (stream(b"[1]"), MALFORMED, "not an object"),
         (stream({"choices": [3]}), MALFORMED, "another shape"),
         (stream({"choices": [], "usage": {"completion_tokens": "x"}}), MALFORMED, "another shape"),
+        (stream(completion(5)), MALFORMED, "another shape"),  # type: ignore[arg-type]
+        (stream(chat(content=[{"type": "text", "text": "Hi"}])), MALFORMED, "another shape"),
+        (stream(completion("a", ["stop"])), MALFORMED, "another shape"),  # type: ignore[arg-type]
+        (stream(completion("a", token_ids=5)), MALFORMED, "another shape"),
+        (stream(usage(-1)), MALFORMED, "another shape"),
+        (stream(usage(3, given=-5)), MALFORMED, "another shape"),
+        (stream({"choices": [], "usage": {"completion_tokens": 1e300}}), MALFORMED, "another shape"),
+        (stream({"choices": [], "usage": {"completion_tokens": True}}), MALFORMED, "another shape"),
+        (stream({"error": "bo\x1b[31m\nom\x9b\u202e"}), IN_STREAM, "bo [31m om"),
+        (stream(b"\x1b]0;title\x07"), MALFORMED, "not JSON: ]0;title"),
         (stream({"error": {"message": "the engine died", "type": "x"}}), IN_STREAM, "the engine died"),
         (stream({"error": "plain"}), IN_STREAM, "plain"),
         (stream({"object": "error", "error": {"code": 5}}), IN_STREAM, "5"),
@@ -178,6 +189,50 @@ def test_answers_that_are_no_good(pieces: list[tuple[float, bytes]], kind: str, 
         read_answer(pieces)
     assert e.value.kind == kind
     assert said in str(e.value)
+    assert str(e.value).isprintable()
+
+
+NAMES = ("text", "delta", "content", "reasoning", "token_ids", "finish_reason", "completion_tokens", "prompt_tokens")
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | FLOATS | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=2), inner),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "choices": JSON
+                | st.lists(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3), min_size=1, max_size=1),
+                "usage": JSON | st.dictionaries(st.sampled_from(NAMES), JSON, max_size=2),
+                "error": JSON,
+            },
+        ),
+        max_size=4,
+    ),
+    st.booleans(),
+    st.booleans(),
+)
+def test_whatever_a_server_sends_is_an_answer_or_an_error(events: list[Any], done: bool, whole: bool) -> None:
+    """Nothing else is raised, and what was read can be added up, shown and written."""
+    found = complete(outcome(), stream(*events, done=done), whole=whole)
+    summary = summarise([found])
+    assert found.ok or (found.message and found.message.isprintable())
+    assert found.prompt_tokens >= 0
+    assert found.output_tokens >= 0
+    assert "".join(report.table(summary, "t").split("\n")).isprintable()
+    json.dumps(report.result(summary, {}, [found]), allow_nan=False)
+
+
+def test_what_a_server_refuses_with_cannot_steer_the_terminal() -> None:
+    assert refusal(400, [(0.0, b'{"error": {"message": "\\u001b[2Jno\\u0007"}}')]) == "[2Jno"
+    assert refusal(500, [(0.0, b"\x1b[2J<html>\r\n")]) == "[2J<html>"
+    assert refusal(502, [(0.0, b"\x1b\x07")]) == "HTTP 502"
 
 
 def test_a_reason_ends_an_answer_as_well_as_done_does() -> None:

@@ -29,6 +29,9 @@ from drumline.cli.bench.stats import Outcome
 
 _decode = msgspec.json.Decoder().decode
 
+_TEXTS = ("content", "reasoning_content", "reasoning")
+_MOST_TOKENS = 2**53
+
 MALFORMED = "malformed stream"
 BROKEN = "broken stream"
 IN_STREAM = "error event"
@@ -39,7 +42,7 @@ class AnswerError(Exception):
     """The answer is no good. ``kind`` is one of the above."""
 
     def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.kind = kind
 
 
@@ -112,17 +115,19 @@ def read_answer(pieces: Sequence[tuple[float, bytes]]) -> Answer:
 def _take(answer: Answer, time: float, event: dict[str, Any]) -> None:
     usage = event.get("usage")
     if usage:
-        answer.output_tokens = int(usage["completion_tokens"])
+        answer.output_tokens = _count(usage["completion_tokens"])
         if usage.get("prompt_tokens") is not None:
-            answer.prompt_tokens = int(usage["prompt_tokens"])
+            answer.prompt_tokens = _count(usage["prompt_tokens"])
     choices = event.get("choices")
     if not choices:
         return
     choice = choices[0]
     reason = choice.get("finish_reason")
     if reason:
-        answer.finish_reason = reason
+        answer.finish_reason = _text(reason)
     ids = choice.get("token_ids")
+    if not isinstance(ids, list | None):
+        raise TypeError("token_ids must be a list")
     text, has_token = _said(choice, begun=bool(answer.times))
     if ids is not None:
         has_token = bool(ids)
@@ -133,19 +138,35 @@ def _take(answer: Answer, time: float, event: dict[str, Any]) -> None:
     answer.times.append(time)
     answer.ids.append(len(ids or ()))
     if usage:
-        answer.totals.append(int(usage["completion_tokens"]))
+        answer.totals.append(answer.output_tokens or 0)
 
 
 def _said(choice: dict[str, Any], *, begun: bool) -> tuple[str, bool]:
     """The text of a choice, and whether there is a token in it."""
     if "text" in choice:  # a completion
-        text = choice["text"] or ""
+        text = _text(choice["text"])
         return text, bool(text) or not choice.get("finish_reason")
     delta = choice.get("delta") or {}
-    text = delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+    text = next((text for name in _TEXTS if (text := _text(delta.get(name)))), "")
     if text or delta.get("tool_calls") or delta.get("function_call"):
         return text, True
     return "", "content" in delta and "role" not in delta and not choice.get("finish_reason")
+
+
+def _text(value: Any) -> str:
+    """A text, or none. TypeError for anything else: parts of a content, which no answer has."""
+    if not isinstance(value, str | None):
+        raise TypeError(f"{value!r} is no text")
+    return value or ""
+
+
+def _count(value: Any) -> int:
+    """A number of tokens. TypeError or ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number of tokens")
+    if not 0 <= value <= _MOST_TOKENS or value != int(value):
+        raise ValueError(f"{value!r} is no number of tokens")
+    return int(value)
 
 
 def complete(outcome: Outcome, pieces: Sequence[tuple[float, bytes]], *, whole: bool) -> Outcome:
@@ -175,7 +196,7 @@ def error_message(body: Any) -> str:
     error = body.get("error", body.get("detail", body.get("message", "")))
     if isinstance(error, dict):
         error = error.get("message") or error.get("type") or error
-    return error if isinstance(error, str) else str(error)
+    return printable(error if isinstance(error, str) else str(error))
 
 
 def refusal(status: int, pieces: Sequence[tuple[float, bytes]]) -> str:
@@ -185,7 +206,12 @@ def refusal(status: int, pieces: Sequence[tuple[float, bytes]]) -> str:
         said = error_message(_decode(body))
     except msgspec.DecodeError:
         said = ""
-    return said[:300] or _shown(body) or f"HTTP {status}"
+    return printable(said[:300] or _shown(body)) or f"HTTP {status}"
+
+
+def printable(text: str) -> str:
+    """What a server said, on one line and without characters that would steer the terminal it is shown on."""
+    return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
 
 def _shown(data: bytes) -> str:
