@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
@@ -15,8 +16,8 @@ from drumline.text.results import CompletionOutput, Logprob, OutputAssembler, Re
 from drumline.text.tokenizer import Tokenizer
 
 
-def assemble(tokenizer: Tokenizer | None, **params: object) -> OutputAssembler:
-    builder = RequestBuilder(tokenizer, max_model_len=64, vocab_size=500, eos_token_ids=[2])
+def assemble(tokenizer: Tokenizer | None, eos: Sequence[int] = (2,), **params: object) -> OutputAssembler:
+    builder = RequestBuilder(tokenizer, max_model_len=64, vocab_size=500, eos_token_ids=eos)
     return OutputAssembler(tokenizer, builder.prepare("r", [5, 6], SamplingParams(**params)))
 
 
@@ -42,6 +43,32 @@ def test_one_output(byte_level: Tokenizer) -> None:
         num_cached_tokens=1,
     )
     assert assembler.push(out("r", 9, [7])) is None
+
+
+@pytest.mark.parametrize("at_once", [1, 9])
+def test_the_token_that_ended_an_output_is_no_text_whoever_knows_it(byte_level: Tokenizer, at_once: int) -> None:
+    """The tokenizer may be of another folder than the model, whose end tokens are plain text to it."""
+    fox, end = (byte_level.encode(text, add_special_tokens=False) for text in ("a fox", "Z"))
+    assert len(end) == 1
+    assert end[0] not in byte_level.eos_token_ids
+
+    def text(eos: Sequence[int], n: int = 1, **params: object) -> list[str]:
+        assembler = assemble(byte_level, eos, n=n, **params)
+        ids = [*fox, *end]
+        for name in assembler.running:
+            for place in range(0, len(ids), at_once):
+                reason = "stop" if place + at_once >= len(ids) else None
+                assembler.push(out(name, place, ids[place : place + at_once], finish_reason=reason))
+        return [output.text for output in assembler.result().outputs]
+
+    ends = [end, [*byte_level.eos_token_ids, *end]]
+    for eos in ends:
+        assert text(eos) == ["a fox"]
+        assert text(eos, n=2) == ["a fox", "a fox"]
+        assert text(eos, include_stop_str_in_output=True) == ["a foxZ"]
+        assert text(eos, ignore_eos=True) == ["a foxZ"]
+        assert text(eos, ignore_eos=True, stop_token_ids=end) == ["a fox"]
+    assert text(byte_level.eos_token_ids) == ["a foxZ"]
 
 
 def test_several_outputs_keep_their_places(byte_level: Tokenizer) -> None:

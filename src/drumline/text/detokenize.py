@@ -38,7 +38,15 @@ class Detokenizer:
     ``params.detokenize=False``: no text at all.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        eos_token_ids: Sequence[int] | None = None,
+    ) -> None:
+        """``eos_token_ids``: those that the engine ends the output with (the model may have others than the tokenizer's
+        folder knows of); None: the tokenizer's."""
         self.consumed = 0
         """How many of the tokens of the last ``push`` belong to the output; less than all after a stop string."""
         self._stream = None
@@ -47,7 +55,8 @@ class Detokenizer:
         self._include_stop = params.include_stop_str_in_output
         self._silent: frozenset[int] = frozenset()
         if tokenizer is not None and not self._include_stop:
-            eos = () if params.ignore_eos else tokenizer.eos_token_ids
+            eos = tokenizer.eos_token_ids if eos_token_ids is None else eos_token_ids
+            eos = () if params.ignore_eos else eos
             self._silent = frozenset([*eos, *(params.stop_token_ids or ())])
         self._deaf = params.min_tokens if params.stop_strings else 0
         """How many of the next tokens' characters cannot complete a stop string."""

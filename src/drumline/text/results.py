@@ -119,7 +119,8 @@ class OutputAssembler:
     def _detokenizer(self, child: _Child) -> Detokenizer:
         if child.detokenizer is None:
             prepared = self._prepared
-            child.detokenizer = Detokenizer(self._tokenizer, prepared.prompt_token_ids, prepared.params)
+            eos = prepared.children[child.index].eos_token_ids
+            child.detokenizer = Detokenizer(self._tokenizer, prepared.prompt_token_ids, prepared.params, eos)
         return child.detokenizer
 
     @property

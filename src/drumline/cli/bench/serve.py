@@ -19,7 +19,7 @@ import msgspec
 
 from drumline.cli.args import parse
 from drumline.cli.bench import report
-from drumline.cli.bench.answers import SHORT, refusal
+from drumline.cli.bench.answers import SHORT, printable, refusal
 from drumline.cli.bench.connection import AddressError, Client, Exchange
 from drumline.cli.bench.flags import PATHS, parser
 from drumline.cli.bench.load import Job, Run, read, run_load
@@ -131,7 +131,7 @@ class Bench:
         settings = self._settings()
         found = report.result(summary, settings, run.outcomes if options.save_detailed else None)
         place = options.output_json
-        text = report.table(summary, f"{self.url}{self.path}, model {self.model}")
+        text = report.table(summary, printable(f"{self.url}{self.path}, model {self.model}"))
         print(text, file=sys.stderr if place == "-" else sys.stdout, flush=True)
         try:
             if place:
