@@ -74,6 +74,8 @@ BAD: list[tuple[str, bytes, int, str | None, str | None]] = [
     (COMPLETION, completion(min_tokens=3), 400, "min_tokens", None),
     (COMPLETION, completion(logprob_token_ids=[3]), 400, "logprob_token_ids", "unsupported_parameter"),
     (CHAT, chat(chat_template="{{ 1 }}"), 400, "chat_template", "unsupported_parameter"),
+    (CHAT, chat(return_prompt_text=True), 400, "return_prompt_text", "unsupported_parameter"),
+    (COMPLETION, completion(return_token_offsets=True), 400, "return_token_offsets", "unsupported_parameter"),
     (CHAT, chat(documents="x"), 400, "documents", None),
     (COMPLETION, completion(max_tokens=-1), 400, "max_tokens", None),
     (COMPLETION, completion(max_tokens=1.5), 400, "max_tokens", None),
@@ -194,6 +196,7 @@ async def test_defaults_and_unknown_fields_are_taken(web: httpx.AsyncClient) -> 
     }
     assert (await web.post(COMPLETION, json={"prompt": "x", **harmless})).status_code == 200
     more = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "modalities": ["text"]}
+    more |= {"return_prompt_text": False, "return_token_offsets": False}
     assert (await web.post(CHAT, json={**HELLO, "max_tokens": 1, **more})).status_code == 200
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1, "name": None}

@@ -96,6 +96,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     vllm_xargs: Any = None
     ec_transfer_params: Any = None
     kv_transfer_params: Any = None
+    return_token_offsets: Any = None
+    return_prompt_text: Any = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -164,6 +166,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "ec_transfer_params": (),
     "kv_transfer_params": (),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
