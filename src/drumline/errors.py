@@ -77,6 +77,15 @@ def shown(value: Any) -> str:
     return _Shown().repr(value)
 
 
+def is_unicode(text: str) -> bool:
+    """``text`` can be encoded: it has no lone surrogates, which stand for no character and no process could send."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class FailureReport(msgspec.Struct, kw_only=True):
     """What broke, where and why: one for each failure, msgpack-encodable.
 

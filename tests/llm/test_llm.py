@@ -113,6 +113,8 @@ def test_bad_requests_are_told_before_anything_runs(llm: LLM) -> None:
         (["fox", ""], None, "prompt is empty"),
         ([[5] * 256], None, "256 tokens; this model takes at most 256"),
         ([[448]], None, "outside of the model's vocabulary"),
+        ([None], None, "list of integers, got None"),
+        ([{"prompt": "x", "cache_salt": "\udc00"}], None, "cache_salt has a lone surrogate"),
         (["fox"], [GREEDY, GREEDY], "sampling_params has 2 entries for 1 prompts"),
         (["fox"], 3, "sampling_params must be one SamplingParams"),
         (["fox"], SamplingParams(logprobs=21), "at most 20"),

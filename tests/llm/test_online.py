@@ -229,6 +229,8 @@ def test_bad_requests(llm: AsyncLLM, run: Any) -> None:
             ("", {}, "prompt is empty"),
             ("x", {"lora_request": object()}, "lora_request"),
             ("x", {"request_id": 3}, "request_id must be a text"),
+            ("x", {"request_id": "a\ud800"}, "request_id has a lone surrogate"),
+            (None, {}, "list of integers, got None"),
             ("x", {"tokenization_kwargs": {"truncation": True}}, "truncation"),
             ("x" * 100_000, {}, "characters; this model takes at most 256 tokens"),
         ):

@@ -30,6 +30,8 @@ def builder(byte_level: Tokenizer) -> RequestBuilder:
         ({"prompt": "fox"}, "fox"),
         ({"prompt_token_ids": [5, 6]}, None),
         ({"prompt": "shown", "prompt_token_ids": [5, 6]}, "shown"),
+        ({"prompt": "fox", "prompt_token_ids": None, "cache_salt": None}, "fox"),
+        ({"prompt": "fox", "multi_modal_data": None, "mm_processor_kwargs": None}, "fox"),
         ([5, 6], None),
         ((5, 6), None),
         (np.array([5, 6]), None),
@@ -57,6 +59,15 @@ def test_forms_of_a_prompt(builder: RequestBuilder, byte_level: Tokenizer, promp
         ({"prompt": "x", "cache_salt": 3}, "cache_salt"),
         ({"prompt_token_ids": "abc"}, "list of integers"),
         (3, "list of integers"),
+        (None, "list of integers, got None"),
+        (b"x", "list of integers"),
+        (1.5, "list of integers"),
+        ({5, 6}, "list of integers"),
+        ([None], "list of integers"),
+        ([[5]], "list of integers"),
+        ({"prompt": None}, "needs prompt or prompt_token_ids"),
+        ({"prompt": "\ud800"}, "lone surrogate"),
+        ({"prompt": "x", "cache_salt": "\ud800"}, "cache_salt has a lone surrogate"),
         ([1, "a"], "list of integers"),
         ([1, True], "list of integers"),
         ([1, 2.5], r"list of integers, but \[1\] is 2\.5"),
@@ -262,11 +273,19 @@ def test_parameters_that_the_engine_cannot_meet(builder: RequestBuilder) -> None
         ([[1], [2, 3]], [[1], [2, 3]]),
         ([{"prompt_token_ids": [1]}, "b"], [{"prompt_token_ids": [1]}, "b"]),
         (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ([np.int64(1), np.int32(2)], [[1, 2]]),
+        ([[np.int64(1)], [2]], [[1], [2]]),
+        ([None], [None]),
         ([], []),
     ],
 )
 def test_one_prompt_or_several(prompts: Any, expected: list[Any]) -> None:
     assert split_prompts(prompts) == expected
+
+
+def test_several_arrays_are_several_prompts() -> None:
+    first, second = split_prompts([np.array([1, 2]), np.array([3])])
+    assert (first.tolist(), second.tolist()) == ([1, 2], [3])
 
 
 def test_prompts_of_another_kind() -> None:

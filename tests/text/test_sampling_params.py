@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -34,9 +35,9 @@ from drumline.plan.sampling import SamplingParams
         ("prompt_logprobs", [-2, 1.5, "1", False]),
         ("logit_bias", [[1], {"a": 1.0}, {-1: 1.0}, {"-1": 1}, {1.0: 1}, {None: 1}, {"9" * 11: 1.0}, {True: 1.0}]),
         ("logit_bias", [{1: "x"}, {1: float("nan")}, {1: None}, {1: True}, {1: 1e10}, {1: 10**400}, {7: 1, 8: [1]}]),
-        ("bad_words", ["word", [""], [1], {"a": 1}, ["a", None]]),
+        ("bad_words", ["word", [""], [1], {"a": 1}, ["a", None], ["\ud800"]]),
         ("allowed_token_ids", [[], [-1], ["1"], 5, "12", [2**31]]),
-        ("stop", ["", ["a", ""], [1], 5, {"a": 1}]),
+        ("stop", ["", ["a", ""], [1], 5, {"a": 1}, ["a\udfff"]]),
         ("stop_token_ids", [[-1], ["1"], [True], 5, "12", [2**31]]),
         ("ignore_eos", [1, None, "yes"]),
         ("include_stop_str_in_output", [1]),
@@ -102,6 +103,16 @@ def error_of(**given: Any) -> RequestError | None:
         ("flat_logprobs", True, False),
         ("structured_outputs", {"regex": "a"}, None),
         ("thinking_token_budget", 5, None),
+        ("stream_interval", 2, 1),
+        ("skip_reading_prefix_cache", True, False),
+        ("repetition_detection", {"max_pattern_size": 4}, None),
+        ("repetition_detection", object(), None),
+        ("watermarking", True, False),
+        ("prompt_logprob_token_ids", [[1], [2]], []),
+        ("prompt_logprob_token_ids", np.array([[1], [2]]), None),
+        ("prompt_logprob_start", 3, 0),
+        ("routed_experts_prompt_start", 1, 0),
+        ("trace_decode_token_ids", [1], []),
     ],
 )
 def test_what_comes_later(name: str, value: Any, off: Any) -> None:
@@ -109,6 +120,31 @@ def test_what_comes_later(name: str, value: Any, off: Any) -> None:
         SamplingParams(**{name: value})
     assert caught.value.param == name
     SamplingParams(**{name: off})
+    params = SamplingParams(**{name: off}, stop_token_ids=[3])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+def test_no_name_of_vllms_is_unknown() -> None:
+    """Arguments of vLLM 0.32's ``SamplingParams.from_optional``."""
+    theirs = """n presence_penalty frequency_penalty repetition_penalty temperature watermarking top_p top_k min_p seed
+        stop stop_token_ids bad_words thinking_token_budget include_stop_str_in_output ignore_eos max_tokens min_tokens
+        logprobs prompt_logprobs prompt_logprob_token_ids prompt_logprob_start detokenize skip_special_tokens
+        spaces_between_special_tokens output_kind stream_interval structured_outputs logit_bias allowed_token_ids
+        extra_args skip_reading_prefix_cache repetition_detection logprob_token_ids routed_experts_prompt_start
+        trace_decode_token_ids flat_logprobs"""
+    assert set(theirs.split()) <= {field.name for field in msgspec.structs.fields(SamplingParams)}
+
+
+def test_token_ids_of_numpy() -> None:
+    """Its whole numbers are taken, and become Python's, which can be sent; its truth values are no tokens."""
+    three = np.int64(3)
+    params = SamplingParams(stop_token_ids=[three, 1, 3], allowed_token_ids=(np.uint8(4), 4), logit_bias={three: 1})
+    assert (params.stop_token_ids, params.allowed_token_ids, params.logit_bias) == ([3, 1], [4], {3: 1.0})
+    assert {type(one) for ids in (params.stop_token_ids, params.logit_bias) for one in ids or ()} == {int}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    for wrong in (np.True_, np.float64(3), np.int64(-1), np.array([3])):
+        with pytest.raises(RequestError, match=r"stop_token_ids\[0\]"):
+            SamplingParams(stop_token_ids=[wrong])
 
 
 def test_one_form() -> None:

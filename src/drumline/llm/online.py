@@ -32,7 +32,7 @@ from drumline.config import EngineConfig
 from drumline.engine.client import AsyncEngineClient
 from drumline.engine.protocol import EngineStats, OutputHandle, ProcessState
 from drumline.engine.protocol import RequestOutput as EngineOutput
-from drumline.errors import DrumlineError, EngineDeadError, FailureReport, RequestError
+from drumline.errors import DrumlineError, EngineDeadError, FailureReport, RequestError, is_unicode, shown
 from drumline.llm.common import NO_LIMIT_S, Common, add_special_tokens, checked_config, pickled_call, refuse, with_model
 from drumline.llm.metrics import Metric, engine_metrics
 from drumline.llm.options import options_of, tokenizer_loader
@@ -228,6 +228,8 @@ class AsyncLLM(Common):
         name = self._free_id() if request_id is None else request_id
         if not isinstance(name, str):
             raise RequestError(f"request_id must be a text, got {name!r}.", param="request_id")
+        if not is_unicode(name):
+            raise RequestError(f"request_id has a lone surrogate in it: {shown(name)}.", param="request_id")
         if name in self._streams:
             raise RequestError(f"Request id {name!r} is in use.", param="request_id")
         self._check_priority(priority)

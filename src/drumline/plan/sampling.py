@@ -7,11 +7,12 @@ import functools
 import logging
 import math
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import msgspec
 
-from drumline.errors import RequestError, shown
+from drumline.errors import RequestError, is_unicode, shown
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +110,14 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
     structured_outputs: Any = None
     thinking_token_budget: int | None = None
     extra_args: dict[str, Any] | None = None
+    stream_interval: int | None = None
+    skip_reading_prefix_cache: bool | None = None
+    repetition_detection: Any = None
+    watermarking: bool | None = None
+    prompt_logprob_token_ids: Any = None
+    prompt_logprob_start: int | None = None
+    routed_experts_prompt_start: int = 0
+    trace_decode_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -216,21 +225,31 @@ class SamplingParams(_Positional, kw_only=True, omit_defaults=True):
         self.stop_token_ids = [] if self.stop_token_ids is None else _token_ids("stop_token_ids", self.stop_token_ids)
 
     def _check_later(self) -> None:
-        for name in _LATER:
-            value = getattr(self, name)
-            default = _DEFAULTS[name]
-            if value != default and not (default is None and value in ([], {})):
-                raise _bad(name, f"is not supported yet (got {shown(value)}); leave it at {default!r}")
+        for name, harmless in _LATER.items():
+            value, default = getattr(self, name), _DEFAULTS[name]
+            # Types first: arrays compare element by element, and 0 is not False here.
+            if value is default or any(type(value) is type(one) and value == one for one in (default, *harmless)):
+                continue
+            raise _bad(name, f"is not supported yet (got {shown(value)}); leave it at {default!r}")
 
 
-_LATER = (
-    "spaces_between_special_tokens",
-    "logprob_token_ids",
-    "flat_logprobs",
-    "structured_outputs",
-    "thinking_token_budget",
-    "extra_args",
-)
+_LATER: dict[str, tuple[Any, ...]] = {
+    "spaces_between_special_tokens": (),
+    "logprob_token_ids": ([],),
+    "flat_logprobs": (),
+    "structured_outputs": ({},),
+    "thinking_token_budget": (),
+    "extra_args": ({},),
+    "stream_interval": (1,),
+    "skip_reading_prefix_cache": (False,),
+    "repetition_detection": ({},),
+    "watermarking": (False,),
+    "prompt_logprob_token_ids": ([],),
+    "prompt_logprob_start": (0,),
+    "routed_experts_prompt_start": (),
+    "trace_decode_token_ids": ([],),
+}
+"""Field: values that ask for nothing, beside its default."""
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 
 
@@ -244,8 +263,15 @@ def _bad(name: str, problem: str, param: str | None = None) -> RequestError:
     return RequestError(f"{name} {problem}.", param=param or name)
 
 
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+def _token(value: Any) -> int | None:
+    """A token id as Python's number (numpy's are taken, too); None if it is none."""
+    if type(value) is int:
+        token = value
+    elif isinstance(value, bool) or not isinstance(value, Integral):
+        return None
+    else:
+        token = int(value)
+    return token if 0 <= token < 2**31 else None
 
 
 def _texts(name: str, texts: Any, kind: str) -> list[str]:
@@ -257,6 +283,8 @@ def _texts(name: str, texts: Any, kind: str) -> list[str]:
             raise _bad(f"{name}[{place}]", f"must be a text, got {shown(text)}", name)
         if not text:
             raise _bad(f"{name}[{place}]", "is an empty text, '': leave it out", name)
+        if not is_unicode(text):
+            raise _bad(f"{name}[{place}]", f"has a lone surrogate in it: {shown(text)}", name)
     return list(texts or ())
 
 
@@ -264,10 +292,13 @@ def _token_ids(name: str, ids: Any) -> list[int]:
     """Without repetitions; whether they are in the vocabulary is checked where that is known."""
     if not isinstance(ids, list | tuple):
         raise _bad(name, f"must be a list of integers, got {shown(ids)}")
-    for place, token in enumerate(ids):
-        if not _is_token(token):
-            raise _bad(f"{name}[{place}]", f"must be a token id, a whole number from 0 on, got {shown(token)}", name)
-    return list(dict.fromkeys(ids))
+    found = {}
+    for place, value in enumerate(ids):
+        token = _token(value)
+        if token is None:
+            raise _bad(f"{name}[{place}]", f"must be a token id, a whole number from 0 on, got {shown(value)}", name)
+        found[token] = None
+    return list(found)
 
 
 def _biases(biases: Any) -> dict[int, float]:
@@ -276,8 +307,8 @@ def _biases(biases: Any) -> dict[int, float]:
         raise _bad("logit_bias", f"must map token ids to numbers, got {shown(biases)}")
     found = {}
     for key, value in biases.items():
-        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key
-        if not _is_token(token):
+        token = _token(int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10 else key)
+        if token is None:
             problem = f"has the key {shown(key)}, which is no token id: keys must be whole numbers from 0 on"
             raise _bad("logit_bias", problem)
         number = _number(f"logit_bias[{token}]", value, "logit_bias")

@@ -15,10 +15,11 @@ import secrets
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from drumline.engine.protocol import EngineRequest
-from drumline.errors import RequestError, shown
+from drumline.errors import RequestError, is_unicode, shown
 from drumline.plan.choices import check_choice
 from drumline.plan.sampling import MAX_LOGPROBS, SamplingParams
 from drumline.text.tokenizer import Tokenizer
@@ -165,12 +166,9 @@ class RequestBuilder:
             text, ids, salt = _from_mapping(prompt)
         elif isinstance(prompt, str):
             text = prompt
-        else:
-            ids = prompt
-        if ids is None:
-            assert text is not None
+        if text is not None and ids is None:
             return text, self._encode(text, add_special_tokens), salt
-        return text, self._check_ids(ids), salt
+        return text, self._check_ids(ids if isinstance(prompt, Mapping) else prompt), salt
 
     def check_text(self, text: str, *, cut: bool = False) -> None:
         """RequestError for a text that cannot fit, before it is tokenised, which takes a second for a few megabytes.
@@ -337,7 +335,8 @@ class RequestBuilder:
 
 
 def _from_mapping(prompt: Mapping[str, Any]) -> tuple[str | None, Any, str]:
-    unknown = sorted(str(key) for key in set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})
+    known = ("prompt", "prompt_token_ids", "cache_salt")
+    unknown = sorted(str(key) for key, value in prompt.items() if key not in known and value is not None)
     if unknown:
         raise RequestError(
             f"A prompt cannot have {', '.join(unknown)}: give prompt or prompt_token_ids.", param="prompt"
@@ -349,6 +348,8 @@ def _from_mapping(prompt: Mapping[str, Any]) -> tuple[str | None, Any, str]:
         raise RequestError("A prompt needs prompt or prompt_token_ids.", param="prompt")
     if not isinstance(salt, str):
         raise RequestError("cache_salt must be a text.", param="cache_salt")
+    if not is_unicode(salt):
+        raise RequestError(f"cache_salt has a lone surrogate in it: {shown(salt)}.", param="cache_salt")
     return text, ids, salt
 
 
@@ -360,6 +361,6 @@ def split_prompts(prompts: Any) -> list[Prompt]:
         prompts = prompts.tolist()
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise RequestError(f"prompts must be a text, token ids, or a list of prompts, got {type(prompts).__name__}.")
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if prompts and all(isinstance(item, Integral) for item in prompts):  # numpy's are that, too
         return [prompts]
     return list(prompts)
