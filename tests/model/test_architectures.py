@@ -161,7 +161,8 @@ def test_the_head_of_the_weights_goes_before_a_tie(tmp_path: Path, shape: str, h
         del tensors[embedding]
     save_file(tensors, file, metadata={"format": "pt"})
     reference = getattr(transformers, SHAPES[shape][1]).from_pretrained(tmp_path, attn_implementation="eager")
-    for tp, stages in ((1, (None,)), (3, (None,)), (1, (Range(0, 2), Range(2, 3))), (2, (Range(0, 1), Range(1, 3)))):
+    splits = ((1, (None,)), (1, (Range(0, 2), Range(2, 3))), (3, (None,)), (2, (Range(0, 1), Range(1, 3))))
+    for tp, stages in splits if head == "another" else splits[:2]:
         split = Split(tmp_path, tp, stages)
         check(reference, split)
         for model in split.models if len(stages) == 1 else ():

@@ -136,8 +136,8 @@ def _is_tied(source: WeightSource, model: Any, embedding: str, parts: Mapping[st
         return True
     shape = tuple(model.get_input_embeddings().weight.shape)
     one, other = (source.read(name, shape, parts.get(embedding)) for name in (embedding, _HEAD))
-    pieces = zip(one.split(_ROWS_AT_ONCE), other.split(_ROWS_AT_ONCE), strict=True)
-    return all(a.to(dtype).equal(b.to(dtype)) for a, b in pieces)
+    rows = [slice(start, start + _ROWS_AT_ONCE) for start in range(0, shape[0], _ROWS_AT_ONCE)]
+    return all(one[some].to(dtype).equal(other[some].to(dtype)) for some in rows)
 
 
 def _tied_names(source: WeightSource, embedding: str, names: Mapping[str, str]) -> dict[str, str]:

@@ -292,7 +292,7 @@ def _token_ids(name: str, ids: Any) -> list[int]:
     """Without repetitions; whether they are in the vocabulary is checked where that is known."""
     if not isinstance(ids, list | tuple):
         raise _bad(name, f"must be a list of integers, got {shown(ids)}")
-    found = {}
+    found: dict[int, None] = {}
     for place, value in enumerate(ids):
         token = _token(value)
         if token is None:
