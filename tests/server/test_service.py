@@ -212,6 +212,7 @@ async def test_openapi_is_whole(web: httpx.AsyncClient) -> None:
     body = schemas["ChatRequest"]
     assert body["required"] == ["messages"]
     assert body["properties"]["max_tokens"]["description"] == "Left out: as many as fit."
+    assert schemas["CompletionRequest"]["properties"]["max_tokens"]["description"] == "Left out: 16."
     assert "refused" in body["properties"]["tools"]["description"]
     for path in document["paths"]:
         answer = await web.get(path.replace("{id}", "tiny"))

@@ -254,9 +254,11 @@ def _attribute_docs(kind: type[Any]) -> dict[str, str]:
 
 def _schemas() -> dict[str, Any]:
     _, schemas = msgspec.json.schema_components(TYPES, ref_template="#/components/schemas/{name}")
-    docs = {name: text for kind in DESCRIBED for name, text in _attribute_docs(kind).items()}
+    everywhere = {name: text for kind in DESCRIBED for name, text in _attribute_docs(kind).items()}
     for kind in (*BODIES, StreamOptions, StartupState):
         properties = schemas[kind.__name__]["properties"]
+        shared = _attribute_docs(SamplingFields) if issubclass(kind, SamplingFields) else {}
+        docs = everywhere | shared | _attribute_docs(kind)
         for name, field in properties.items():
             own = FIELDS_OF.get(kind, {}).get(name) or (FIELDS.get(name) if kind in BODIES else None)
             if own is not None:

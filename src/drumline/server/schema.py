@@ -39,7 +39,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     seed: Number = None
     stop: str | list[str] | None = None
     max_tokens: Number = None
-    """Left out: 16 in a completion, as many as fit in a chat; fewer if the model's generation_config.json says so."""
+    """Left out: as many as fit."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -137,6 +137,8 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     prompt: Any
     """Text, token ids, or a list of either."""
+    max_tokens: Number = None
+    """Left out: 16."""
     logprobs: Number = None
     """How many of the most likely tokens to report at each position."""
     add_special_tokens: bool | None = None
