@@ -21,6 +21,8 @@ from drumline.transport.ring import Part
 
 from .procs import children
 
+pytestmark = pytest.mark.usefixtures("way")
+
 COUNT = 150
 
 
