@@ -108,7 +108,7 @@ class QueueWriter:
         """Bytes up to which a message without buffers may go straight to :meth:`try_write`: it is not too large, and so
         small that no other way is better."""
         self._patience_s = PATIENCE_S
-        self._send, self._at = ring.sender(self._bells), ring.pointer
+        self._send = ring.sender(self._bells)
         self._pace = Pace() if any(bell.roomy for bell in self._bells) else None
         """Tells readers that watch when the next message is due."""
 
@@ -143,7 +143,7 @@ class QueueWriter:
                 pace.last, due = now, pace.due
             else:
                 due = pace.sends(now)
-        if self._send is None or not self._send(self._at, data, len(data), kind, due):
+        if self._send is None or not self._send(data, kind, due):
             if not self._ring.try_write((data,), kind, (), due):
                 return False
             ring_all(self._bells)

@@ -95,10 +95,9 @@ class Doorbell:
         self.words = memory.buf[:DOORBELL_BYTES].cast("I")
         start = int.from_bytes(os.urandom(3), "little") << 8 | ringer_id
         self._counter = itertools.count(start, native.BELL_STEP)
-        pointer, self._native = native.words(native.BELL_WORDS)
+        self.native_address, self._native = native.words(native.BELL_WORDS)
+        """Where machine code finds what it needs to ring this bell. It takes the values between the counter's."""
         self._native[native.BELL_ADDRESS], self._native[native.BELL_COUNTER] = address, start + 256
-        self.native_address: int = pointer.value or 0
-        """What machine code needs to ring this bell: it takes the values between those of the counter."""
         self.parts = self.words, self._counter, self._wake
         """What :func:`ring_all` needs, in one look."""
         self._sleepers = 0

@@ -13,15 +13,18 @@ which drumline needs anyway: no compiler at installation, no files. It takes som
 it forks. The loads and stores of shared words are atomic ones with the order that :mod:`fence` names, so that nothing
 rests on what Python's locks do.
 
-The interpreter's lock is held meanwhile (``PYFUNCTYPE``): a call takes a microsecond, plus one for each reader that
+They are **builtin functions** of Python, made at run time (``PyCFunction_NewEx``, of the stable ABI): a call takes 50
+ns, where ctypes takes 500 and ten times that when it is cold. Each end of a ring has its own, bound to words that say
+where the ring is. The interpreter's lock is held meanwhile: a call takes a microsecond, plus one for each reader that
 must be woken, and nobody can close what it uses. Who closes a ring or a bell puts 0 where its address was; the calls
 look.
 
 Without llvmlite, without a futex, where memory must not be executable, or with ``DRUMLINE_NO_NATIVE=1``, everything
 goes the other way.
 
-Rejected: numba's ``cfunc`` (half a second of import, and no atomic accesses); a C extension (a compiler, wheels for
-each machine); sleeping and watching in here (the memory could be unmapped meanwhile, since they cannot hold the lock).
+Rejected: ctypes (see above); numba's ``cfunc`` (half a second of import, and no atomic accesses); a C extension (a
+compiler, wheels for each machine); sleeping and watching in here (the memory could be unmapped meanwhile, since they
+cannot hold the lock).
 """
 
 from __future__ import annotations
@@ -45,24 +48,33 @@ SMALL = 8192
 CONTROL, DATA, SLOT_BYTES, SLOTS, ONE_SLOT, PLACE, COUNT, FREE, FUTEX, BELLS, FIRST_BELL = range(11)
 """Of a writer: addresses of the control words and of the slots, geometry, the slot that is next, the count of slots
 written, how many are free, the number of the futex call, how many bells there are, and their addresses."""
-OWN_WORD, KIND, DUE = FREE, FUTEX, BELLS
-"""Of a reader in their place: which of the control words is its own; and of the message that was read last."""
-READER_WORDS = DUE + 1
+OWN_WORD, KIND, DUE, WANTS = FREE, FUTEX, BELLS, FIRST_BELL
+"""Of a reader in their place: which of the control words is its own; of the message that was read last, its kind, when
+the next one is due, and whether the writer must be woken."""
+READER_WORDS = WANTS + 1
 BELL_ADDRESS, BELL_COUNTER, BELL_WORDS = 0, 1, 2
 """Of a bell: where its words are (0: closed), and the value that it gets next."""
 BELL_STEP = 512
 """Bells are rung with every second value of a ringer; what rings them in Python takes the others."""
 
-NOTHING = -1
-"""There is no message."""
 OTHERWISE = -2
-"""There is one that must be taken the other way."""
+"""There is a message that must be taken the other way."""
 WRONG = -3
 """Its sequence number or its checksum is not right."""
-WANTED_BIT = 1 << 32
-"""In what a read returns: the writer waits for room and must be woken. The bits below are the length in bytes."""
 
 _log = logging.getLogger("drumline.transport")
+
+
+class _MethodDef(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    ]
+
+
+_METH_FASTCALL = 0x0080
 
 
 class Native:
@@ -70,13 +82,39 @@ class Native:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine  # it owns the code
-        make: Callable[..., Any] = ctypes.PYFUNCTYPE
-        u32, pointer = ctypes.c_uint32, ctypes.c_void_p
-        self.send = make(ctypes.c_int32, pointer, ctypes.c_char_p, u32, u32, u32)(engine.get_function_address("send"))
-        """``send(writer, payload, length, kind, due)``: 1 if it was sent; 0: it must go the other way."""
-        self.take = make(ctypes.c_int64, pointer, pointer)(engine.get_function_address("take"))
-        """``take(reader, into)``: the length of the message, perhaps with WANTED_BIT; NOTHING; OTHERWISE; WRONG. Its
-        bytes are in ``into`` (of HEAD_BYTES + SMALL bytes) from HEAD_BYTES on, and its slot is free."""
+        self._send = self._define(b"send")
+        self._take = self._define(b"take")
+
+    def _define(self, name: bytes) -> _MethodDef:
+        return _MethodDef(name, self._engine.get_function_address(name.decode() + "_call"), _METH_FASTCALL, None)
+
+    def sender(self, words: int) -> Send:
+        """``send(data, kind, due)`` for the writer whose words lie there (and must outlive it).
+
+        True: sent, bells rung; False: it must go the other way, for lack of room or since it is not small.
+        """
+        send: Send = _bound(self._send, words)
+        return send
+
+    def taker(self, words: int) -> Take:
+        """``take()`` for the reader whose words lie there.
+
+        The bytes of the next message, whose slot is free then, and of which KIND, DUE and WANTS tell more; None: there
+        is none; OTHERWISE; WRONG.
+        """
+        take: Take = _bound(self._take, words)
+        return take
+
+
+Send = Callable[[bytes, int, int], bool]
+Take = Callable[[], "bytes | int | None"]
+
+
+def _bound(method: _MethodDef, words: int) -> Any:
+    api = ctypes.pythonapi
+    api.PyCapsule_New.restype = api.PyCFunction_NewEx.restype = ctypes.py_object
+    capsule = api.PyCapsule_New(ctypes.c_void_p(words), None, None)
+    return api.PyCFunction_NewEx(ctypes.byref(method), ctypes.py_object(capsule), None)
 
 
 def address_of(buf: memoryview) -> int:
@@ -85,15 +123,10 @@ def address_of(buf: memoryview) -> int:
     return ctypes.addressof(anchor)
 
 
-def pointer_to(buf: memoryview) -> ctypes.c_void_p:
-    """The same, as calls take it."""
-    return ctypes.c_void_p(address_of(buf))
-
-
-def words(count: int) -> tuple[Any, memoryview]:
-    """Memory for so many uint64 that calls and Python share: what to pass to a call, and the words."""
+def words(count: int) -> tuple[int, memoryview]:
+    """Memory for so many uint64 that calls and Python share: its address, and the words, which keep it."""
     made = (ctypes.c_uint64 * count)()
-    return ctypes.c_void_p(ctypes.addressof(made)), memoryview(made).cast("B").cast("Q")
+    return ctypes.addressof(made), memoryview(made).cast("B").cast("Q")
 
 
 def describe(state: memoryview, buf: memoryview, layout: RingLayout) -> None:
@@ -102,8 +135,6 @@ def describe(state: memoryview, buf: memoryview, layout: RingLayout) -> None:
     state[CONTROL] = address
     state[DATA] = address + layout.control_bytes
     state[SLOT_BYTES], state[SLOTS], state[ONE_SLOT] = layout.slot_bytes, layout.slots, layout.slot_bytes - HEAD_BYTES
-    if len(state) > READER_WORDS:
-        state[FUTEX] = futex_or_none() or 0
 
 
 def native() -> Native | None:
@@ -149,17 +180,15 @@ def _text() -> str:
         "REST": HEAD_BYTES - SUMMED,
         "SMALL": SMALL,
         "STEP": BELL_STEP,
-        "NOTHING": NOTHING,
         "OTHERWISE": OTHERWISE,
         "WRONG": WRONG,
-        "WANTED_BIT": WANTED_BIT,
         "FIRST_BELL": FIRST_BELL,
     }
     names = {"CONTROL": CONTROL, "DATA": DATA, "SLOT_BYTES": SLOT_BYTES, "SLOTS": SLOTS, "ONE_SLOT": ONE_SLOT}
     names |= {"PLACE": PLACE, "COUNT": COUNT, "FREE": FREE, "FUTEX": FUTEX, "BELLS": BELLS}
-    names |= {"OWN_WORD": OWN_WORD, "KIND": KIND, "DUE": DUE}
+    names |= {"OWN_WORD": OWN_WORD, "KIND": KIND, "DUE": DUE, "WANTS": WANTS}
     values |= {f"AT_{name}": 8 * place for name, place in names.items()}
-    text = _SUM + _SEND + _TAKE
+    text = _SUM + _SEND + _SEND_CALL + _TAKE
     for name in sorted(values, key=len, reverse=True):
         text = text.replace(f"${name}", str(values[name]))
     return text
@@ -179,7 +208,8 @@ entry:
   %one = insertelement <16 x i32> poison, i32 %n32, i32 0
   %all = shufflevector <16 x i32> %one, <16 x i32> poison, <16 x i32> zeroinitializer
   %first = sub <16 x i32> %all, <$LANES>
-  br label %loop
+  %any = icmp ne i64 %blocks, 0
+  br i1 %any, label %loop, label %tail
 loop:
   %i = phi i64 [ 0, %entry ], [ %i.next, %loop ]
   %weights = phi <16 x i32> [ %first, %entry ], [ %weights.next, %loop ]
@@ -202,9 +232,9 @@ sums:
   %b.sum = call i64 @llvm.vector.reduce.add.v16i64(<16 x i64> %s2.wide)
   br label %tail
 tail:
-  %j = phi i64 [ %blocks, %sums ], [ %j.next, %byte ]
-  %a = phi i64 [ %a.sum, %sums ], [ %a.next, %byte ]
-  %b = phi i64 [ %b.sum, %sums ], [ %b.next, %byte ]
+  %j = phi i64 [ %blocks, %sums ], [ 0, %entry ], [ %j.next, %byte ]
+  %a = phi i64 [ %a.sum, %sums ], [ 0, %entry ], [ %a.next, %byte ]
+  %b = phi i64 [ %b.sum, %sums ], [ 0, %entry ], [ %b.next, %byte ]
   %left = icmp ult i64 %j, %n
   br i1 %left, label %byte, label %done
 byte:
@@ -236,7 +266,7 @@ done:
 
 # Data, then the count (release), then each bell (release), a full fence, and a look at who is asleep: see doorbell.py.
 _SEND = """
-define i32 @send(ptr %w, ptr %payload, i32 %length, i32 %kind, i32 %due) {
+define internal i32 @send(ptr %w, ptr %payload, i32 %length, i32 %kind, i32 %due) {
 entry:
   %control.w = load i64, ptr %w
   %open = icmp ne i64 %control.w, 0
@@ -354,20 +384,79 @@ sent:
 }
 """
 
+_SEND_CALL = """
+declare ptr @PyCapsule_GetPointer(ptr, ptr)
+declare ptr @PyBytes_AsString(ptr)
+declare i64 @PyBytes_Size(ptr)
+declare i64 @PyLong_AsUnsignedLongMask(ptr)
+declare ptr @PyBool_FromLong(i64)
+
+define ptr @send_call(ptr %self, ptr %args, i64 %count) {
+entry:
+  %w = call ptr @PyCapsule_GetPointer(ptr %self, ptr null)
+  %three = icmp eq i64 %count, 3
+  br i1 %three, label %read, label %other
+read:
+  %data = load ptr, ptr %args
+  %kind.at = getelementptr ptr, ptr %args, i64 1
+  %kind.object = load ptr, ptr %kind.at
+  %due.at = getelementptr ptr, ptr %args, i64 2
+  %due.object = load ptr, ptr %due.at
+  %bytes = call ptr @PyBytes_AsString(ptr %data)
+  %found = icmp ne ptr %bytes, null
+  br i1 %found, label %numbers, label %error
+error:
+  ret ptr null
+numbers:
+  %length = call i64 @PyBytes_Size(ptr %data)
+  %small = icmp ule i64 %length, $SMALL
+  br i1 %small, label %write, label %other
+other:
+  %no = call ptr @PyBool_FromLong(i64 0)
+  ret ptr %no
+write:
+  %kind = call i64 @PyLong_AsUnsignedLongMask(ptr %kind.object)
+  %due = call i64 @PyLong_AsUnsignedLongMask(ptr %due.object)
+  %length32 = trunc i64 %length to i32
+  %kind32 = trunc i64 %kind to i32
+  %due32 = trunc i64 %due to i32
+  %sent = call i32 @send(ptr %w, ptr %bytes, i32 %length32, i32 %kind32, i32 %due32)
+  %wide = zext i32 %sent to i64
+  %told = call ptr @PyBool_FromLong(i64 %wide)
+  ret ptr %told
+}
+"""
+
 # The count (acquire), the record, copied before it is looked at; its own count (release), a full fence, and a look at
 # whether the writer waits for room: see ring.py.
 _TAKE = """
-define i64 @take(ptr %r, ptr %into) {
+@_Py_NoneStruct = external global i8
+declare void @Py_IncRef(ptr)
+declare void @Py_DecRef(ptr)
+declare ptr @PyLong_FromLong(i64)
+declare ptr @PyBytes_FromStringAndSize(ptr, i64)
+
+define ptr @take_call(ptr %self, ptr %args, i64 %arguments) {
 entry:
+  %head = alloca [$HEAD x i8], align 8
+  %r = call ptr @PyCapsule_GetPointer(ptr %self, ptr null)
   %control.r = load i64, ptr %r
   %open = icmp ne i64 %control.r, 0
   br i1 %open, label %look, label %otherwise
 otherwise:
-  ret i64 $OTHERWISE
+  %say.otherwise = call ptr @PyLong_FromLong(i64 $OTHERWISE)
+  ret ptr %say.otherwise
 nothing:
-  ret i64 $NOTHING
+  call void @Py_IncRef(ptr @_Py_NoneStruct)
+  ret ptr @_Py_NoneStruct
+no.memory:
+  ret ptr null
+wrong.bytes:
+  call void @Py_DecRef(ptr %object)
+  br label %wrong
 wrong:
-  ret i64 $WRONG
+  %say.wrong = call ptr @PyLong_FromLong(i64 $WRONG)
+  ret ptr %say.wrong
 look:
   %control = inttoptr i64 %control.r to ptr
   %count.at = getelementptr i8, ptr %r, i64 $AT_COUNT
@@ -376,8 +465,8 @@ look:
   %written.at = getelementptr i8, ptr %control, i64 $WRITTEN
   %written = load atomic i32, ptr %written.at acquire, align 4
   %empty = icmp eq i32 %written, %count32
-  br i1 %empty, label %nothing, label %head
-head:
+  br i1 %empty, label %nothing, label %head.read
+head.read:
   %data.at = getelementptr i8, ptr %r, i64 $AT_DATA
   %data = load ptr, ptr %data.at
   %slot_bytes.at = getelementptr i8, ptr %r, i64 $AT_SLOT_BYTES
@@ -386,19 +475,19 @@ head:
   %place = load i64, ptr %place.at
   %begin = mul i64 %place, %slot_bytes
   %slot = getelementptr i8, ptr %data, i64 %begin
-  call void @llvm.memcpy.p0.p0.i64(ptr %into, ptr %slot, i64 $HEAD, i1 false)
-  %sequence = load i32, ptr %into
-  %sum.at = getelementptr i8, ptr %into, i64 4
+  call void @llvm.memcpy.p0.p0.i64(ptr %head, ptr %slot, i64 $HEAD, i1 false)
+  %sequence = load i32, ptr %head
+  %sum.at = getelementptr i8, ptr %head, i64 4
   %sum = load i32, ptr %sum.at
-  %kind.at = getelementptr i8, ptr %into, i64 8
+  %kind.at = getelementptr i8, ptr %head, i64 8
   %kind = load i32, ptr %kind.at
-  %due.at = getelementptr i8, ptr %into, i64 12
+  %due.at = getelementptr i8, ptr %head, i64 12
   %due = load i32, ptr %due.at
-  %length.at = getelementptr i8, ptr %into, i64 16
+  %length.at = getelementptr i8, ptr %head, i64 16
   %length = load i32, ptr %length.at
-  %buffers.at = getelementptr i8, ptr %into, i64 20
+  %buffers.at = getelementptr i8, ptr %head, i64 20
   %buffers = load i32, ptr %buffers.at
-  %rest.at = getelementptr i8, ptr %into, i64 24
+  %rest.at = getelementptr i8, ptr %head, i64 24
   %rest = load i64, ptr %rest.at
   %length.wide = zext i32 %length to i64
   %one_slot.at = getelementptr i8, ptr %r, i64 $AT_ONE_SLOT
@@ -416,12 +505,15 @@ sort:
   br i1 %ok, label %copy, label %otherwise
 copy:
   %bytes.at = getelementptr i8, ptr %slot, i64 $HEAD
-  %bytes.to = getelementptr i8, ptr %into, i64 $HEAD
-  call void @llvm.memcpy.p0.p0.i64(ptr %bytes.to, ptr %bytes.at, i64 %length.wide, i1 false)
-  %summed = add i64 %length.wide, $REST
-  %found = call i32 @adler(ptr %kind.at, i64 %summed, i32 %count32)
+  %object = call ptr @PyBytes_FromStringAndSize(ptr %bytes.at, i64 %length.wide)
+  %made = icmp ne ptr %object, null
+  br i1 %made, label %check, label %no.memory
+check:
+  %bytes = call ptr @PyBytes_AsString(ptr %object)
+  %head.sum = call i32 @adler(ptr %kind.at, i64 $REST, i32 %count32)
+  %found = call i32 @adler(ptr %bytes, i64 %length.wide, i32 %head.sum)
   %right = icmp eq i32 %found, %sum
-  br i1 %right, label %advance, label %wrong
+  br i1 %right, label %advance, label %wrong.bytes
 advance:
   %kind.r = getelementptr i8, ptr %r, i64 $AT_KIND
   %kind.wide = zext i32 %kind to i64
@@ -445,9 +537,9 @@ advance:
   fence seq_cst
   %wanted.at = getelementptr i8, ptr %control, i64 $WANTED
   %wanted = load atomic i32, ptr %wanted.at monotonic, align 4
-  %waits = icmp ne i32 %wanted, 0
-  %bit = select i1 %waits, i64 $WANTED_BIT, i64 0
-  %told = or i64 %length.wide, %bit
-  ret i64 %told
+  %wanted.wide = zext i32 %wanted to i64
+  %wants.at = getelementptr i8, ptr %r, i64 $AT_WANTS
+  store i64 %wanted.wide, ptr %wants.at
+  ret ptr %object
 }
 """

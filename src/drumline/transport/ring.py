@@ -66,6 +66,7 @@ from drumline.transport import native
 from drumline.transport.arena import LEAST_BYTES, ArenaReader, ArenaWriter, Block
 from drumline.transport.doorbell import Doorbell
 from drumline.transport.fence import fence, no_order, order
+from drumline.transport.futex import futex_or_none
 from drumline.transport.records import (
     CHUNK,
     COUNT,
@@ -90,7 +91,7 @@ from drumline.transport.records import (
 
 __all__ = ["HEAD_BYTES", "LINE", "Message", "Part", "Pieces", "RingLayout", "RingReader", "RingWriter", "ring_bytes"]
 
-_DUE, _KIND, _NOTHING, _WANTED_BIT = native.DUE, native.KIND, native.NOTHING, native.WANTED_BIT
+_DUE, _KIND, _WANTS = native.DUE, native.KIND, native.WANTS
 _pack_head = HEAD.pack_into
 _unpack_head = HEAD.unpack_from
 _REREADS = 40
@@ -163,7 +164,7 @@ class RingWriter:
             raise TransportError("this ring has had a writer before")
         self._slot_bytes, self._slots, self._data_bytes = layout.slot_bytes, layout.slots, layout.data_bytes
         self._one_slot = layout.slot_bytes - HEAD_BYTES
-        self.pointer, self._state = native.words(native.FIRST_BELL + layout.n_readers)
+        self._address, self._state = native.words(native.FIRST_BELL + layout.n_readers)
         native.describe(self._state, buf, layout)
         self._written = self._words[WRITTEN]
         self._free = layout.slots
@@ -200,19 +201,15 @@ class RingWriter:
     def _written(self, written: int) -> None:
         self._state[native.COUNT] = written
 
-    def sender(self, bells: Sequence[Doorbell]) -> Callable[..., int] | None:
-        """``send(pointer, data, length, kind, due)`` in machine code, for ``data`` of at most ``native.SMALL`` bytes.
-
-        True: it was sent and these bells were rung; False: it must go by :meth:`try_write`. None: no such code here.
-        """
+    def sender(self, bells: Sequence[Doorbell]) -> native.Send | None:
+        """``send(data, kind, due)`` in machine code, see :meth:`native.Native.sender`; None: there is none here."""
         code = native.native()
         if code is None or len(bells) > self.layout.n_readers:
             return None
         for place, bell in enumerate(bells):
             self._state[native.FIRST_BELL + place] = bell.native_address
-        self._state[native.BELLS] = len(bells)
-        send: Callable[..., int] = code.send
-        return send
+        self._state[native.BELLS], self._state[native.FUTEX] = len(bells), futex_or_none() or 0
+        return code.sender(self._address)
 
     def try_write(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due: int = 0) -> bool:
         """Write one message if there is room; False if not, and then readers will say when they free what it needs.
@@ -561,13 +558,12 @@ class RingReader:
         self._word = (2 + index) * WORDS
         if self._words[self._word] != start_of(buf):
             raise TransportError(f"this ring has had a reader {index} before")
-        self._pointer, self._state = native.words(native.READER_WORDS)
+        address, self._state = native.words(native.READER_WORDS)
         native.describe(self._state, buf, layout)
         self._state[native.OWN_WORD] = self._word
         self._read = self._words[self._word]
         code = native.native()
-        self._native_take = code.take if code is not None else None
-        self._land()
+        self._native_take = code.taker(address) if code is not None else None
         self.on_due: Callable[[int], None] | None = None
         """Told when the next message is due, by each message that says it."""
         self._current: Message | None = None
@@ -592,12 +588,6 @@ class RingReader:
     def _read(self, read: int) -> None:
         self._state[native.COUNT] = read
 
-    def _land(self) -> None:
-        """Make the memory into which machine code copies a message."""
-        if self._native_take is not None:
-            self._landing = memoryview(bytearray(HEAD_BYTES + native.SMALL))
-            self._landing_pointer = native.pointer_to(self._landing)
-
     def receive(self, decode: Callable[[int, memoryview, Sequence[memoryview]], T]) -> tuple[T] | None:
         """What ``decode(kind, data, buffers)`` makes of the next message, which is released then; None: none is there.
 
@@ -606,28 +596,18 @@ class RingReader:
         """
         take = self._native_take
         if take is not None and self._current is None:
-            found = take(self._pointer, self._landing_pointer)
-            if found == _NOTHING:
+            found = take()
+            if found is None:
                 return None
-            if found >= 0:  # copied, and its slot is free
-                if found >= _WANTED_BIT:
-                    found -= _WANTED_BIT
-                    if self._on_wanted is not None:
-                        self._on_wanted()
+            if type(found) is bytes:
                 self._partial = None
                 state = self._state
+                if state[_WANTS] and self._on_wanted is not None:
+                    self._on_wanted()
                 due = state[_DUE]
                 if due and self.on_due is not None:
                     self.on_due(due)
-                data = self._landing[HEAD_BYTES : HEAD_BYTES + found]
-                try:
-                    return (decode(state[_KIND], data, ()),)
-                finally:
-                    try:
-                        data.release()
-                    except BufferError:
-                        self._land()
-                        raise TransportError(_KEPT) from None
+                return (decode(state[_KIND], memoryview(found), ()),)
             if found == native.WRONG:
                 self.rereads += 1
         return self._receive(decode)
