@@ -33,6 +33,7 @@ import ctypes
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -139,8 +140,8 @@ def describe(state: memoryview, buf: memoryview, layout: RingLayout) -> None:
 
 def native() -> Native | None:
     """The functions, compiled once in a process (and once for all that are forked from it); None: not here."""
-    if os.environ.get(NO_NATIVE_VARIABLE, "0") not in ("", "0") or futex_or_none() is None:
-        return None
+    if os.environ.get(NO_NATIVE_VARIABLE, "0") not in ("", "0") or futex_or_none() is None or sys.maxsize < 2**32:
+        return None  # (the words hold addresses of 64 bits)
     return _compiled()
 
 
