@@ -400,7 +400,7 @@ def preload_of(config: EngineConfig) -> tuple[str, ...]:
     own = config.process.worker_cls != "auto"
     workers = ("torch",) if own else preload_modules(read_spec(config.model.path))
     kernels = () if own or resolve_platform(config.platform).device_type != "cpu" else (KERNELS,)
-    return (*workers, "drumline.engine.main", "drumline.worker.main", *kernels)
+    return (*workers, "drumline.engine.main", "drumline.worker.main", "drumline.transport.compiled", *kernels)
 
 
 def core_threads(config: EngineConfig) -> int:

@@ -72,6 +72,7 @@ from drumline.transport import (
     deadline_after,
 )
 from drumline.worker.main import WorkerTask
+from drumline.worker.rehearse import rehearse_answer
 from drumline.worker.segment import SegmentLayout
 from drumline.worker.wire import (
     ALL_RANKS,
@@ -167,6 +168,7 @@ class MultiprocExecutor(Executor):
         )
         computing = 1 + self.parallel.local_devices
         self.waiter.share_cores(computing)
+        self.waiter.rehearse(rehearse_answer(self.codec, self._decode_answer))
         self._worker_waiters += [Waiter.create(f"worker-{rank}", computing) for rank in self._all_ranks]
         self._bells = bells = [waiter.ringer(1) for waiter in self._worker_waiters]
         names = [f"worker {rank}" for rank in self._all_ranks]
@@ -574,7 +576,7 @@ class MultiprocExecutor(Executor):
 def preload_of(process: ProcessConfig) -> tuple[str, ...]:
     """What a fork server of our own imports before it forks."""
     model = (DEFAULT_WORKER.partition(":")[0],) if process.worker_cls == "auto" else ()
-    return ("drumline.worker.main", *(process.preload or model))
+    return ("drumline.worker.main", "drumline.transport.compiled", *(process.preload or model))
 
 
 def portable(config: EngineConfig) -> EngineConfig:

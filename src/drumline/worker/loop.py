@@ -30,6 +30,7 @@ from drumline.transport.codec import CodecRegistry
 from drumline.transport.ring import RingReader
 from drumline.transport.waiter import Waiter
 from drumline.worker.outputs import OutputThread, is_async
+from drumline.worker.rehearse import rehearse_call
 from drumline.worker.segment import RETURNED, SERIALISED, Progress
 from drumline.worker.wire import ALL_RANKS, Buffer, CallDecoder, CallFailed, CallHead, Request, encode_answer, read_head
 from drumline.worker.wrapper import bind, idle_work, init_output_thread, step_of
@@ -107,6 +108,7 @@ class WorkerLoop:
         self._process = process
         self._fail_lock = threading.Lock()
         self._while_idle = idle_work(worker)
+        channels.waiter.rehearse(rehearse_call(channels.codec, rank))
         self._outputs = OutputThread(lambda: init_output_thread(worker), channels.waiter.ring)
 
     def run(self) -> None:
