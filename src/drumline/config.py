@@ -25,6 +25,8 @@ DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 """Other names of these, as torch and vLLM have them."""
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 MODEL_IMPLS = ("auto", "transformers")
+START_METHODS = ("forkserver", "spawn", "fork", "plain")
+"""How worker processes come to be; see ``processes.start_methods``."""
 POLICIES = ("fcfs", "priority")
 """In which order requests are served."""
 CPU_PREFILL_TOKENS = 128
@@ -266,6 +268,10 @@ class ProcessConfig:
     """Dotted name (``module:Class`` or ``module.Class``) of the worker class; ``auto``: the model worker."""
     worker_extension_cls: str = ""
     """Dotted name of a class that is mixed into the worker class; its methods can be called through the RPC."""
+    worker_start_method: str = "auto"
+    """``forkserver``: copies of a process that has the imports; ``spawn``: fresh processes, made by the one that has
+    the executor; ``fork``: copies of that one; ``plain``: fresh ones, made by a helper process; ``auto``: what
+    DRUMLINE_WORKER_START_METHOD says, else ``forkserver``."""
     preload: tuple[str, ...] = ()
     """Modules that the fork server imports before it forks."""
     threads_per_worker: int = 0
@@ -323,6 +329,7 @@ class ProcessConfig:
             ),
         )
         _one_of(self, "log_level", LOG_LEVELS)
+        _one_of(self, "worker_start_method", ("auto", *START_METHODS))
 
     @property
     def terminate_timeout_s(self) -> float:

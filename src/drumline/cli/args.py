@@ -23,6 +23,7 @@ from drumline.config import (
     LOG_LEVELS,
     MODEL_IMPLS,
     POLICIES,
+    START_METHODS,
     SWITCH,
     CacheConfig,
     EngineConfig,
@@ -183,6 +184,12 @@ GROUPS: dict[str, list[Flag]] = {
     "processes": [
         _flag("--worker-cls", "process.worker_cls", "worker class by its dotted name", metavar="NAME"),
         _flag("--worker-extension-cls", "process.worker_extension_cls", "class mixed into it", metavar="NAME"),
+        _flag(
+            "--worker-start-method",
+            "process.worker_start_method",
+            "how workers are made",
+            choices=("auto", *START_METHODS),
+        ),
         _flag("--threads-per-worker", "process.threads_per_worker", "compute threads", count, metavar="N"),
         _flag("--cpu-bind", "process.cpu_bind", "cores of its own for each CPU worker", None),
         _flag("--mq-slots", "process.mq_slots", "slots of the ring for plans", count, metavar="N"),

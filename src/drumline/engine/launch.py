@@ -46,10 +46,12 @@ from drumline.processes import (
     State,
     Supervisor,
     engine_core_name,
+    without_outer_job,
 )
 from drumline.processes.linux import STATES, cpu_ticks, process_state
 from drumline.processes.live import LiveReport, innermost, look_at, own_stacks
 from drumline.processes.reports import span
+from drumline.processes.start_methods import asked_for, cluster_environment
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +127,9 @@ class EngineProcesses:
         be in vain. ``door``: descriptor that leads the engine core to the front end's socket."""
         self._marks["start"] = time.monotonic()
         process = self.config.process
-        preload = process.preload or preload_of(self.config)
+        # Under ``fork`` workers are copies of the engine core, and that comes from the fork server as ever.
+        executed = asked_for(process.worker_start_method, os.environ) in ("spawn", "plain")
+        preload = () if executed else process.preload or preload_of(self.config)
         level = process.log_level
         with self._lock:
             if self._stopping:
@@ -133,7 +137,8 @@ class EngineProcesses:
             if self._forkserver is None:
                 logs = LogConfig.create(level=level, dir=self._log_dir)
                 self._log_dir = logs.dir
-                self._forkserver = ForkServer.start(preload, log=logs, role=self._role)
+                env = {**without_outer_job(os.environ), **cluster_environment()}
+                self._forkserver = ForkServer.start(preload, env, logs, role=self._role)
             ladder_s = process.stop_timeout_s + process.terminate_timeout_s
             # The engine core climbs that ladder with its workers, so it gets longer before it is killed itself.
             self._supervisor = Supervisor(
@@ -147,6 +152,7 @@ class EngineProcesses:
                     threads=core_threads(self.config),
                     fds=(door,),
                     forkserver_access=True,
+                    fresh=executed,
                 )
             )
             self._supervisor.add(self._core)

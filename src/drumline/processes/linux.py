@@ -94,6 +94,25 @@ def close_all_but(keep: Iterable[int]) -> None:
         os.closerange(low, highest + 1)
 
 
+def blank_all_but(keep: Iterable[int]) -> None:
+    """As :func:`close_all_but`, but the numbers stay taken, by ``/dev/null``."""
+    kept = set(keep)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in open_fds():
+        if fd not in kept and fd != null:
+            os.dup2(null, fd, inheritable=fd == 0)
+    os.close(null)
+
+
+def has_working_folder() -> bool:
+    """It may have been removed; libraries (MKL) refuse to load then, so our processes go to the root folder."""
+    try:
+        os.getcwd()  # noqa: PTH109 (only whether it is there)
+    except OSError:
+        return False
+    return True
+
+
 def thread_names() -> dict[int, str]:
     """Thread id to name of every thread of this process that the operating system knows."""
     names = {}
