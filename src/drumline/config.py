@@ -278,6 +278,12 @@ class ProcessConfig:
     """Compute threads of one worker; 0: OMP_NUM_THREADS of the user, else cores / workers of this machine."""
     cpu_bind: bool = True
     """Several workers that compute on CPUs get cores of their own, an even part of them each, if there are enough."""
+    numa_bind: bool = False
+    """Each worker runs on the CPUs of its device's NUMA node and takes memory from there."""
+    numa_bind_nodes: tuple[int, ...] = ()
+    """The node of each worker of this machine, all DP ranks, in order; empty: found by the device's PCI path."""
+    numa_bind_cpus: tuple[str, ...] = ()
+    """The CPUs of each worker of this machine (``0-3,8``); empty: those of its node."""
     mq_slot_bytes: int = 65536
     """Bytes of one slot of the broadcast ring."""
     mq_slots: int = 64
@@ -329,7 +335,14 @@ class ProcessConfig:
             ),
         )
         _one_of(self, "log_level", LOG_LEVELS)
+        for name in ("numa_bind_nodes", "numa_bind_cpus"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         _one_of(self, "worker_start_method", ("auto", *START_METHODS))
+
+    @property
+    def numa(self) -> bool:
+        """Whether processes are bound to NUMA nodes: nodes or CPUs that are given ask for that, too."""
+        return self.numa_bind or bool(self.numa_bind_nodes) or bool(self.numa_bind_cpus)
 
     @property
     def terminate_timeout_s(self) -> float:

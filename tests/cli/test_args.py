@@ -114,7 +114,7 @@ def test_abbreviations_are_not_guessed() -> None:
         (["-pcp", "2"], ["--prefill-context-parallel-size"]),
         (["-tp", "2", "-dcp", "2"], ["--decode-context-parallel-size"]),
         (["--nnodes", "2", "-tp", "2", "--master-addr", "x"], ["--nnodes"]),
-        (["--headless", "--numa-bind"], ["--headless", "--numa-bind"]),
+        (["--headless", "--data-parallel-hybrid-lb"], ["--headless", "--data-parallel-hybrid-lb"]),
         (["--api-server-count", "2"], ["--api-server-count"]),
         (["-tp", "2", "--distributed-executor-backend", "ray"], ["ray"]),
         (["--data-parallel-address", "x"], ["--data-parallel-address"]),

@@ -192,6 +192,11 @@ GROUPS: dict[str, list[Flag]] = {
         ),
         _flag("--threads-per-worker", "process.threads_per_worker", "compute threads", count, metavar="N"),
         _flag("--cpu-bind", "process.cpu_bind", "cores of its own for each CPU worker", None),
+        _flag("--numa-bind", "process.numa_bind", "on the CPUs and memory near their devices", None),
+        _flag(
+            "--numa-bind-nodes", "process.numa_bind_nodes", "node of each worker", count, several=True, metavar="NODE"
+        ),
+        _flag("--numa-bind-cpus", "process.numa_bind_cpus", "CPUs of each (0-3,8)", several=True, metavar="CPUS"),
         _flag("--mq-slots", "process.mq_slots", "slots of the ring for plans", count, metavar="N"),
         _flag("--mq-slot-bytes", "process.mq_slot_bytes", "size of one (64KiB)", size, metavar="N"),
         _flag("--mq-answer-slots", "process.mq_answer_slots", "slots of each ring for answers", count, metavar="N"),
@@ -231,7 +236,7 @@ GROUPS: dict[str, list[Flag]] = {
     ],
 }
 
-LATER_SWITCHES = ("--headless", "--numa-bind", "--data-parallel-hybrid-lb", "--data-parallel-external-lb")
+LATER_SWITCHES = ("--headless", "--data-parallel-hybrid-lb", "--data-parallel-external-lb")
 LATER_VALUES = (
     "--data-parallel-address",
     "--data-parallel-rpc-port",
@@ -315,7 +320,7 @@ def _add(group: Any, flag: Flag) -> None:
         # Not a list of words: the next one may be MODEL.
         group.add_argument(*flag.names, action="append", metavar=flag.metavar, **more)
     elif flag.several:
-        group.add_argument(*flag.names, nargs="+", action="extend", metavar=flag.metavar, **more)
+        group.add_argument(*flag.names, type=flag.parse, nargs="+", action="extend", metavar=flag.metavar, **more)
     else:
         group.add_argument(*flag.names, type=flag.parse, choices=flag.choices, metavar=flag.metavar, **more)
 

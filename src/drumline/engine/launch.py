@@ -35,7 +35,9 @@ from drumline.engine.protocol import (
 from drumline.errors import ChannelClosedError, EngineDeadError, FailureReport, StartupError
 from drumline.executor import Executor
 from drumline.model.spec import preload_modules, read_spec
+from drumline.parallel.layout import device_index
 from drumline.platforms import resolve_platform
+from drumline.platforms.numa import Place, union
 from drumline.processes import (
     EventKind,
     ForkServer,
@@ -127,6 +129,7 @@ class EngineProcesses:
         be in vain. ``door``: descriptor that leads the engine core to the front end's socket."""
         self._marks["start"] = time.monotonic()
         process = self.config.process
+        place = core_place(self.config)
         # Under ``fork`` workers are copies of the engine core, and that comes from the fork server as ever.
         executed = asked_for(process.worker_start_method, os.environ) in ("spawn", "plain")
         preload = () if executed else process.preload or preload_of(self.config)
@@ -153,6 +156,8 @@ class EngineProcesses:
                     fds=(door,),
                     forkserver_access=True,
                     fresh=executed,
+                    cpus=place.cpus,
+                    numa_node=place.node,
                 )
             )
             self._supervisor.add(self._core)
@@ -407,6 +412,18 @@ def preload_of(config: EngineConfig) -> tuple[str, ...]:
     workers = ("torch",) if own else preload_modules(read_spec(config.model.path))
     kernels = () if own or resolve_platform(config.platform).device_type != "cpu" else (KERNELS,)
     return (*workers, "drumline.engine.main", "drumline.worker.main", *kernels)
+
+
+def core_place(config: EngineConfig) -> Place:
+    """Where the engine core belongs: near its workers; it may have their CPUs, since it waits while they compute."""
+    process, parallel = config.process, config.parallel
+    if not process.numa:
+        return Place()
+    platform = resolve_platform(config.platform)
+    alone = Executor.get_class(config).worker_in_process  # else the executor says what is wrong
+    places = platform.numa_places(process, platform.device_table(), parallel.local_devices, warn=alone)
+    first = device_index(parallel, 0)
+    return union(places[first : first + parallel.local_world_size])
 
 
 def core_threads(config: EngineConfig) -> int:

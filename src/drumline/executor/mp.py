@@ -47,6 +47,7 @@ from drumline.executor.stalls import RankFacts, Seen, Stall, StallWatch, odd_ran
 from drumline.parallel.layout import device_index, global_rank, local_rank_of
 from drumline.parallel.rendezvous import create_rendezvous
 from drumline.parallel.standing import Standings
+from drumline.platforms.numa import Place
 from drumline.processes import (
     EventKind,
     ForkServer,
@@ -135,7 +136,7 @@ class MultiprocExecutor(Executor):
         self._outbox = Outbox(self.process.rpc_backlog_bytes, self.process.mq_largest_bytes)
         self._members: list[Member] = []
         self._make_channels()
-        self._method = choose(self.process.worker_start_method, numa=False)
+        self._method = choose(self.process.worker_start_method, numa=self.process.numa)
         maker = self._maker()
         rung_s, term_s = self.process.stop_timeout_s, self.process.terminate_timeout_s
         self._supervisor = Supervisor(maker, on_event=self._on_event, rung_s=rung_s, term_s=term_s)
@@ -205,6 +206,7 @@ class MultiprocExecutor(Executor):
         threads = self.platform.threads_per_worker(
             self.process.threads_per_worker, self.parallel.local_devices, os.environ
         )
+        places = self._places(threads)
         rendezvous = create_rendezvous(self.world_size)
         self._standings = Standings(rendezvous.memory, self.layout)
         arena_fds = (self._arena.fd,) if self._arena is not None else ()
@@ -220,7 +222,8 @@ class MultiprocExecutor(Executor):
                     rank=rank,
                     env=environment,
                     threads=threads,
-                    cpus=self._cpus_of(local_rank, threads),
+                    cpus=places[local_rank].cpus,
+                    numa_node=places[local_rank].node,
                     fresh=self._method.method == "plain",
                     fds=(
                         self._segment.fd,
@@ -238,11 +241,16 @@ class MultiprocExecutor(Executor):
         finally:
             rendezvous.close()
 
-    def _cpus_of(self, local_rank: int, threads: int) -> tuple[int, ...]:
+    def _places(self, threads: int) -> list[Place]:
+        """Where each worker of this executor belongs, by local rank."""
+        first, workers = device_index(self.parallel, 0), self.parallel.local_devices
+        if self.process.numa:
+            places = self.platform.numa_places(self.process, self.devices, workers)
+            return places[first : first + self.parallel.local_world_size]
+        own = range(first, first + self.parallel.local_world_size)
         if not self.process.cpu_bind:
-            return ()
-        index = device_index(self.parallel, local_rank)
-        return self.platform.cpus_of_worker(index, self.parallel.local_devices, threads)
+            return [Place() for _ in own]
+        return [Place(cpus=self.platform.cpus_of_worker(index, workers, threads)) for index in own]
 
     def workers(self) -> list[WorkerState]:
         """All workers in rank order."""
