@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -148,48 +147,37 @@ def test_pytest_with_a_stream_that_is_none(tmp_path: Path, monkeypatch: pytest.M
         assert run(str(tmp_path / "log")) == expected()
 
 
-@pytest.fixture
-def kernel(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
-    manager = pytest.importorskip("jupyter_client", reason="the notebook needs jupyter_client (make dev has it)")
-    pytest.importorskip("ipykernel", reason="the notebook needs ipykernel (make dev has it)")
-    made, client = manager.start_new_kernel(
-        kernel_name="python3", cwd=str(tmp_path), env={**os.environ, "IPYTHONDIR": str(tmp_path)}
-    )
-    yield made, client
-    client.stop_channels()
-    made.shutdown_kernel(now=True)
-    made.cleanup_resources()
-
-
-@pytest.mark.filterwarnings("default")
-def test_notebook_and_its_kernels_death(tmp_path: Path, kernel: tuple[Any, Any]) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_notebook_and_its_kernels_death(tmp_path: Path) -> None:
     """Every method in a cell; and no worker outlives a kernel that is killed."""
-    manager, client = kernel
-    said: list[str] = []
+    nbclient = pytest.importorskip("nbclient", reason="the notebook needs nbclient and ipykernel (make dev has them)")
+    pytest.importorskip("ipykernel", reason="the notebook needs nbclient and ipykernel (make dev has them)")
+    import nbformat
 
-    def cell(text: str) -> str:
-        said.clear()
-        reply = client.execute_interactive(text, timeout=100, output_hook=hook)
-        assert reply["content"]["status"] == "ok", reply["content"]
-        return "".join(said)
+    client = nbclient.NotebookClient(nbformat.v4.new_notebook(), timeout=100, kernel_name="python3")
 
-    def hook(message: dict[str, dict[str, str]]) -> None:
-        said.append(message["content"].get("text", ""))
+    async def cell(body: str) -> str:
+        made = nbformat.v4.new_code_cell(program(tmp_path, body))
+        client.nb.cells.append(made)
+        await client.async_execute_cell(made, len(client.nb.cells) - 1)
+        return "".join(output["text"] for output in made["outputs"] if output.get("name") == "stdout")
 
-    assert cell(program(tmp_path)) == SAID
-    body = """
+    async with client.async_setup_kernel():
+        assert await cell(RUN) == SAID
+        body = """
+import json, os
 made = [open_executor(method, {folder!r}) for method in START_METHODS]
-print(sum((e.collective_rpc(lambda worker: __import__("os").getpid()) for e in made), []))
+print([os.getpid(), *sum((e.collective_rpc(lambda worker: os.getpid()) for e in made), [])])
 """
-    pids = json.loads(cell(program(tmp_path, body)).splitlines()[-1])
-    pidfds = [os.pidfd_open(pid) for pid in pids]
-    assert len(pidfds) == 8
-    manager.signal_kernel(signal.SIGKILL)
-    for pidfd in pidfds:
-        poller = select.poll()
-        poller.register(pidfd, select.POLLIN)
-        assert poller.poll(5000)
-        os.close(pidfd)
+        kernel, *pids = json.loads((await cell(body)).splitlines()[-1])
+        pidfds = [os.pidfd_open(pid) for pid in pids]
+        assert len(pidfds) == 8
+        os.kill(kernel, signal.SIGKILL)
+        for pidfd in pidfds:
+            poller = select.poll()
+            poller.register(pidfd, select.POLLIN)
+            assert poller.poll(5000)
+            os.close(pidfd)
 
 
 def test_places_in_an_outer_job_are_ignored(tmp_path: Path) -> None:
@@ -238,7 +226,8 @@ def test_fork_becomes_spawn_with_one_warning(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """WSL is what one can pretend to be without a device."""
-    monkeypatch.setattr("platform.uname", lambda: ("Linux", "host", "5.15-microsoft-WSL2", "#1", "x86_64"))
+    names = platform.uname()._replace(release="5.15-microsoft-WSL2")
+    monkeypatch.setattr(platform, "uname", lambda: names)
     with caplog.at_level(logging.WARNING, "drumline"):
         executor = make("mp", 2, worker_start_method="fork", numa_bind=True)
     assert [record.getMessage() for record in caplog.records] == [
