@@ -18,6 +18,8 @@ import pytest
 
 from drumline.config import START_METHODS
 from drumline.errors import StartupError
+from drumline.platforms import CpuPlatform, CudaPlatform
+from drumline.processes import ForkServer, Member, OwnChildren, ProcessSpec
 from tests.executor.conftest import Make
 from tests.executor.program import expected, open_executor, run, use
 
@@ -193,6 +195,41 @@ print(os.environ["RANK"])
 """
     expected = "at the top of the program\n" + 4 * "[[0], [1]]\n" + "3\n"
     assert outcome(tmp_path, program(tmp_path, body), env=outer) == (0, expected, "")
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_the_users_choice_of_devices_is_passed_on_as_it_is(
+    make: Make, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Nobody writes it: names, beginnings of names, instances, any order, blanks."""
+    tokens = "GPU-8932f937, MIG-7c4f ,2,0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", tokens)
+    monkeypatch.setattr(CpuPlatform, "worker_environment", CudaPlatform.worker_environment)
+    executor = make("mp", 2, worker_start_method=method)
+    names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+    seen = executor.collective_rpc(lambda worker: [os.environ.get(name) for name in names])
+    assert seen == [[tokens, "PCI_BUS_ID"]] * 2
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("CUDA_DEVICE_ORDER")) == (tokens, None)
+
+
+@pytest.mark.parametrize("method", START_METHODS)
+def test_a_platform_whose_workers_start_one_by_one(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
+) -> None:
+    """The next is asked for when the last one runs, long before it is ready: ranks wait for each other in the start."""
+    kind = OwnChildren if method in ("spawn", "fork") else ForkServer
+    said: list[list[bool]] = []
+    plain = kind.spawn
+
+    def spawn(self: ForkServer, spec: ProcessSpec) -> Member:
+        said.append([bool(member.log_file) for member in self.members.values()])
+        return plain(self, spec)
+
+    monkeypatch.setattr(kind, "spawn", spawn)
+    monkeypatch.setattr(CpuPlatform, "starts_concurrently", False)
+    executor = make("mp", 3, worker="Meets", worker_start_method=method, log_dir=str(tmp_path))
+    assert said == [[], [True], [True, True]]
+    assert executor.collective_rpc("hello") == [3, 3, 3]
 
 
 def test_the_variable_for_programs(tmp_path: Path) -> None:

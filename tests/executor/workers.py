@@ -7,9 +7,11 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 from drumline.worker.protocol import WorkerContext
@@ -170,6 +172,26 @@ class Bare:
 
     def hello(self) -> str:
         return f"hello {self.rank}"
+
+
+class Meets:
+    """No rank gets through its start before all have come to it."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.ranks = context.config.parallel.world_size
+        self.folder = Path(context.config.process.log_dir or tempfile.gettempdir()) / f"meet-{os.getppid()}"
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / str(context.rank)).touch()
+
+    def init_device(self) -> None:
+        deadline = time.monotonic() + 30
+        while len(list(self.folder.iterdir())) < self.ranks:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the other ranks have not come")
+            time.sleep(0.01)
+
+    def hello(self) -> int:
+        return len(list(self.folder.iterdir()))
 
 
 class Extension:
