@@ -83,6 +83,16 @@ def _one_of(config: Any, name: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{option(name)} must be one of {', '.join(choices)}, not {value!r}")
 
 
+def _several(config: Any, name: str, kind: type, what: str) -> None:
+    """Check that a field is a tuple (or list) of things of a kind."""
+    given = getattr(config, name)
+    whole = not isinstance(given, str) and isinstance(given, Iterable)
+    values = tuple(given) if whole else ()
+    if not whole or not all(isinstance(value, kind) and not isinstance(value, bool) for value in values):
+        raise ConfigError(f"{option(name)} must be {what}, one for each worker of this machine, not {given!r}")
+    object.__setattr__(config, name, values)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """One device of this machine."""
@@ -335,8 +345,8 @@ class ProcessConfig:
             ),
         )
         _one_of(self, "log_level", LOG_LEVELS)
-        for name in ("numa_bind_nodes", "numa_bind_cpus"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        _several(self, "numa_bind_nodes", int, "whole numbers, such as 0, 0, 1, 1")
+        _several(self, "numa_bind_cpus", str, "texts, such as '0-3', '4-7'")
         _one_of(self, "worker_start_method", ("auto", *START_METHODS))
 
     @property

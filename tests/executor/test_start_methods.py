@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
 import select
 import signal
 import subprocess
@@ -76,6 +75,25 @@ def test_script_with_the_end_left_to_the_interpreter(tmp_path: Path) -> None:
         [sys.executable, "-W", "error", "program.py"], capture_output=True, text=True, timeout=100, cwd=tmp_path
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "at the top of the program\n4\n", "")
+
+
+def test_a_program_without_standard_descriptors(tmp_path: Path) -> None:
+    """Theirs are then the first numbers that sockets get."""
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$0" -c "$1" <&- 2>&-', sys.executable, program(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, SAID, "")
+
+
+def test_a_removed_working_directory(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    text = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r})\n" + program(tmp_path)
+    assert outcome(tmp_path, text) == (0, SAID, "")
 
 
 def test_daemonic_process(tmp_path: Path) -> None:
@@ -263,8 +281,8 @@ def test_fork_becomes_spawn_with_one_warning(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """WSL is what one can pretend to be without a device."""
-    names = platform.uname()._replace(release="5.15-microsoft-WSL2")
-    monkeypatch.setattr(platform, "uname", lambda: names)
+    names = os.uname_result(("Linux", "host", "5.15-microsoft-WSL2", "#1", os.uname().machine))
+    monkeypatch.setattr(os, "uname", lambda: names)
     with caplog.at_level(logging.WARNING, "drumline"):
         executor = make("mp", 2, worker_start_method="fork", numa_bind=True)
     assert [record.getMessage() for record in caplog.records] == [

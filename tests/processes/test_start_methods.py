@@ -120,7 +120,8 @@ def test_probing_a_ray_actor(actor: str | None, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("release", "wsl"), [("5.15.90.1-microsoft-standard-WSL2", True), ("6.1.0-generic", False)])
 def test_probing_wsl(release: str, wsl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.uname", lambda: ("Linux", "host", release, "#1", "x86_64"))
+    names = os.uname_result(("Linux", "microsoft-office-pc", release, "#1", os.uname().machine))
+    monkeypatch.setattr(os, "uname", lambda: names)
     assert probe(numa=False).wsl is wsl
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -107,13 +106,14 @@ def _reasons(facts: Facts) -> tuple[str, ...]:
 def probe(*, numa: bool) -> Facts:
     """Facts of this process."""
     in_actor, address = _ray()
+    system = os.uname()
     return Facts(
         in_ray_actor=in_actor,
         ray_address=address,
         numa=numa,
         cuda=_initialised("cuda") or any(name.startswith(_CUDA_FILES) for name in device_files()),
         xpu=_initialised("xpu"),
-        wsl="microsoft" in " ".join(platform.uname()).lower(),
+        wsl="microsoft" in f"{system.release} {system.version}".lower(),
     )
 
 
