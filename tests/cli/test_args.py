@@ -173,6 +173,17 @@ def test_every_flag_fills_a_field() -> None:
             assert flag_of(flag.field) in flag.names
 
 
+def test_starts_and_numa() -> None:
+    engine, _ = parsed(
+        "--worker-start-method", "plain", "--numa-bind-nodes", "0", "1", "--numa-bind-cpus", "0-3", "4,6"
+    )
+    process = engine.process
+    assert (process.worker_start_method, process.numa) == ("plain", True)
+    assert (process.numa_bind_nodes, process.numa_bind_cpus) == ((0, 1), ("0-3", "4,6"))
+    assert parsed("--numa-bind")[0].process.numa_bind
+    assert parsed()[0].process.worker_start_method == "auto"
+
+
 def test_waits_rings_and_device() -> None:
     waits = "--start-timeout 1 --execute-model-timeout 2.5 --stop-timeout 3 --failure-grace 4"
     rings = "--mq-slots 8 --mq-slot-bytes 1KiB --mq-answer-slots 4 --mq-answer-slot-bytes 512 --mq-arena-bytes 2MiB"
