@@ -52,6 +52,7 @@ from drumline.executor.base import Executor
 from drumline.plan.step import StepOutput
 from drumline.processes.reports import make_report
 from drumline.transport import Waiter
+from drumline.worker.garbage import Garbage
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +163,7 @@ class EngineCore:
         self._phases = _Phases()
         self._step_tokens = [0] * (len(STEP_TOKENS) + 1)
         self._tokens = 0
+        self.garbage = Garbage()
         self.turns = 0
         """Of the loop so far; and where it is: ``waiting``, ``step`` (in this thread), ``busy``."""
         self.where = "busy"
@@ -219,6 +221,7 @@ class EngineCore:
     def _wait(self) -> None:
         """Sleep until there is something to do."""
         self.where = "waiting"
+        self.garbage.between_steps()
         if not self._flights:
             while self._steps_here and self._something_to_do() is None and self._executor.while_idle():
                 pass

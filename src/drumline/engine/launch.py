@@ -35,7 +35,9 @@ from drumline.engine.protocol import (
 from drumline.errors import ChannelClosedError, EngineDeadError, FailureReport, StartupError
 from drumline.executor import Executor
 from drumline.model.spec import preload_modules, read_spec
+from drumline.parallel.layout import device_index
 from drumline.platforms import resolve_platform
+from drumline.platforms.numa import Place, union
 from drumline.processes import (
     EventKind,
     ForkServer,
@@ -46,10 +48,12 @@ from drumline.processes import (
     State,
     Supervisor,
     engine_core_name,
+    without_outer_job,
 )
 from drumline.processes.linux import STATES, cpu_ticks, process_state
 from drumline.processes.live import LiveReport, innermost, look_at, own_stacks
 from drumline.processes.reports import span
+from drumline.processes.start_methods import asked_for, cluster_environment
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +129,10 @@ class EngineProcesses:
         be in vain. ``door``: descriptor that leads the engine core to the front end's socket."""
         self._marks["start"] = time.monotonic()
         process = self.config.process
-        preload = process.preload or preload_of(self.config)
+        place = core_place(self.config)
+        # Under ``fork`` workers are copies of the engine core, and that comes from the fork server as ever.
+        executed = asked_for(process.worker_start_method, os.environ) in ("spawn", "plain")
+        preload = () if executed else process.preload or preload_of(self.config)
         level = process.log_level
         with self._lock:
             if self._stopping:
@@ -133,7 +140,8 @@ class EngineProcesses:
             if self._forkserver is None:
                 logs = LogConfig.create(level=level, dir=self._log_dir)
                 self._log_dir = logs.dir
-                self._forkserver = ForkServer.start(preload, log=logs, role=self._role)
+                env = {**without_outer_job(os.environ), **cluster_environment()}
+                self._forkserver = ForkServer.start(preload, env, logs, role=self._role)
             ladder_s = process.stop_timeout_s + process.terminate_timeout_s
             # The engine core climbs that ladder with its workers, so it gets longer before it is killed itself.
             self._supervisor = Supervisor(
@@ -147,6 +155,9 @@ class EngineProcesses:
                     threads=core_threads(self.config),
                     fds=(door,),
                     forkserver_access=True,
+                    fresh=executed,
+                    cpus=place.cpus,
+                    numa_node=place.node,
                 )
             )
             self._supervisor.add(self._core)
@@ -401,6 +412,18 @@ def preload_of(config: EngineConfig) -> tuple[str, ...]:
     workers = ("torch",) if own else preload_modules(read_spec(config.model.path))
     kernels = () if own or resolve_platform(config.platform).device_type != "cpu" else (KERNELS,)
     return (*workers, "drumline.engine.main", "drumline.worker.main", "drumline.transport.compiled", *kernels)
+
+
+def core_place(config: EngineConfig) -> Place:
+    """Where the engine core belongs: near its workers; it may have their CPUs, since it waits while they compute."""
+    process, parallel = config.process, config.parallel
+    if not process.numa:
+        return Place()
+    platform = resolve_platform(config.platform)
+    alone = Executor.get_class(config).worker_in_process  # else the executor says what is wrong
+    places = platform.numa_places(process, platform.device_table(), parallel.local_devices, warn=alone)
+    first = device_index(parallel, 0)
+    return union(places[first : first + parallel.local_world_size])
 
 
 def core_threads(config: EngineConfig) -> int:

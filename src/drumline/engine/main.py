@@ -12,7 +12,6 @@ A failure goes over the control connection (``child.fail``), never over the chan
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import pickle
@@ -91,12 +90,7 @@ class EngineProcess:
         executor.register_failure_callback(self._end_if_stuck)
         executor.register_stall_callback(lambda text: self._tell(Stalling(text)))
         self._child.listen(lambda data: self._on_word(data, executor, core))
-        # what was made so far lives as long as the process: collections need not look at it again
-        gc.collect()
-        gc.freeze()
-        # A step of 256 rows makes 512 outputs and frees them: with Python's own thresholds that alone is a collection
-        # every other step. Nothing in a step makes cycles.
-        gc.set_threshold(20_000, 20, 20)
+        core.garbage.freeze()
         self._child.ready(msgspec.msgpack.encode(info))
         try:
             core.run()

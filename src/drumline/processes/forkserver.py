@@ -39,9 +39,8 @@ import socket
 import sys
 import time
 import types
-import warnings
 from dataclasses import dataclass, field
-from typing import NoReturn, cast
+from typing import cast
 
 import msgspec
 
@@ -49,15 +48,14 @@ from drumline.errors import ChannelClosedError, FailureReport
 from drumline.platforms import host
 from drumline.processes import linux
 from drumline.processes import messages as m
-from drumline.processes.child import ChildStart, run_child
-from drumline.processes.client import execution_command
+from drumline.processes.births import OomKills, execute_child, fork_child
+from drumline.processes.child import ChildStart
 from drumline.processes.connection import Connection, Frame, socket_pair
 from drumline.processes.environment import child_environment, needs_fresh
 from drumline.processes.logs import ProcessLog
 from drumline.processes.reports import exit_report, make_report, print_report
 from drumline.processes.titles import FORK_SERVER, set_title
 
-_SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
 _EXIT_WAIT_S = 0.2
 _LAST_WAIT_S = 2.0
 """How long the end waits for killed children before it leaves them to the kernel (state D)."""
@@ -104,7 +102,7 @@ class ForkServerProcess:
         self.terminated = False
         self.importing = False
         self.exit_code = 0
-        self.oom_kills = host.oom_kills()
+        self.oom_kills = OomKills()
         self.wake_r, self.wake_w = os.pipe()
         self.told = mmap.mmap(-1, 1)
         """Not zero: the root's death has been reported. Shared with forked children."""
@@ -377,16 +375,11 @@ class ForkServerProcess:
     def _tell_exit(self, child: _Child, result: os.waitid_result) -> None:
         os.close(child.pidfd)
         killed = result.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-        oom = False
-        if killed and result.si_status == signal.SIGKILL:
-            kills = host.oom_kills()
-            oom = kills is not None and self.oom_kills is not None and kills > self.oom_kills
-            self.oom_kills = kills
         message = m.Exited(
             key=child.key,
             code=None if killed else result.si_status,
             signal=result.si_status if killed else None,
-            oom=oom,
+            oom=killed and result.si_status == signal.SIGKILL and self.oom_kills.grew(),
             time=time.time(),
         )
         if not child.owner.gone:
@@ -435,6 +428,7 @@ class ForkServerProcess:
             server_pid=os.getpid(),
             console_fd=self.console_fd,
             log_dir=self.log_dir,
+            allowed=host.allowed_cpus(),
             log_level=self.begin.log_level,
             grace_s=self.begin.grace_s,
             root_role=self.begin.role,
@@ -443,7 +437,11 @@ class ForkServerProcess:
             told=self.told,
         )
         try:
-            pid = self._execute(start) if fresh else self._fork(start, ours, theirs)
+            pid = (
+                execute_child(start, self.begin.sys_path)
+                if fresh
+                else fork_child(start, lambda: self._forget(ours, theirs))
+            )
             pidfd = os.pidfd_open(pid)
         except OSError as error:
             report = make_report(error, role=spawn.role, rank=spawn.rank, phase="starting")
@@ -460,51 +458,13 @@ class ForkServerProcess:
             self._tell(child.as_client, m.ServerReady(self.obstacles, self.import_seconds))
         self._tell(client, m.Spawned(spawn.key, pid, fresh), fds=[pidfd])
 
-    def _fork(self, start: ChildStart, *sockets: socket.socket | None) -> int:
-        # Signals wait until the child has handlers of its own.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # threads: checked by name
-                pid = os.fork()
-            if pid == 0:
-                self._become_child(start, [sock for sock in sockets if sock is not None])
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return pid
-
-    def _become_child(self, start: ChildStart, sockets: list[socket.socket]) -> NoReturn:
-        try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, [])
-            # Objects that own descriptors must forget them: their numbers will belong to others.
-            for client in self.clients:
-                client.conn.abandon()
-            for sock in sockets:
+    def _forget(self, *sockets: socket.socket | None) -> None:
+        """In the child: objects that own descriptors must forget them: their numbers will belong to others."""
+        for client in self.clients:
+            client.conn.abandon()
+        for sock in sockets:
+            if sock is not None:
                 sock.detach()
-            run_child(start)
-        finally:
-            os._exit(70)
-
-    def _execute(self, start: ChildStart) -> int:
-        spec_fd = os.memfd_create("drumline-child")
-        inherited = [fd for fd in (spec_fd, start.conn_fd, *start.fds, start.server_fd, start.console_fd) if fd >= 0]
-        try:
-            texts = {"env": m.pack_env(start.env), "log_dir": os.fsencode(start.log_dir)}
-            given = {name: value for name, value in vars(start).items() if name != "told"}
-            spec = m.FreshSpec(sys_path=self.begin.sys_path, **{**given, **texts})
-            with os.fdopen(os.dup(spec_fd), "wb") as file:
-                file.write(m.encode(spec))
-            for fd in inherited:
-                os.set_inheritable(fd, True)
-            command = execution_command("drumline.processes.fresh", spec_fd)
-            return os.posix_spawn(sys.executable, command, start.env)
-        finally:
-            for fd in inherited:
-                os.set_inheritable(fd, False)
-            os.close(spec_fd)
 
     def _tell(self, client: _Client, message: object, fds: list[int] | None = None, timeout_s: float = 0.0) -> None:
         with contextlib.suppress(ChannelClosedError, TimeoutError):  # its end is seen elsewhere; what waits goes later

@@ -121,6 +121,11 @@ class Supervisor:
         Progress is a phase, a birth or a ready report of anyone, the fork server's imports included. Before it raises,
         all of ``members`` are killed.
         """
+        self._wait_start(members, lambda member: member.state is c.State.READY, no_progress_timeout)
+
+    def _wait_start(
+        self, members: Sequence[Member], done: Callable[[Member], bool], no_progress_timeout: float
+    ) -> None:
         self._not_in_own_thread()
         started = time.monotonic()
         keys = {member.key for member in members}
@@ -128,7 +133,7 @@ class Supervisor:
         with self._changed:
             while report is None:
                 report = self._startup_failure(keys, members)
-                if report is not None or all(member.state is c.State.READY for member in members):
+                if report is not None or all(map(done, members)):
                     break
                 if self._closed:
                     raise DrumlineError("this supervisor has been closed")
@@ -142,6 +147,11 @@ class Supervisor:
                 self._add_stacks(report, members)
             self.shutdown(members, force=True)
             raise StartupError(report)
+
+    def wait_alive(self, member: Member, no_progress_timeout: float = 600.0) -> None:
+        """Wait until it has said its first word: its environment, CPUs and threads are set then. StartupError as
+        :meth:`wait_all_ready`."""
+        self._wait_start([member], lambda one: bool(one.log_file), no_progress_timeout)
 
     def request_stop(self, members: Iterable[Member], *, force: bool = False) -> None:
         """Start the ladder for these and return at once. ``force``: SIGKILL at once."""
