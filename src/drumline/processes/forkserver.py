@@ -318,6 +318,7 @@ class ForkServerProcess:
             phase="",
             code=code,
             signal=number,
+            oom=number == signal.SIGKILL and host.oom_killed_since(self.oom_kills),
             message="it ended without closing; all its processes are being ended",
         )
 
@@ -379,9 +380,8 @@ class ForkServerProcess:
         killed = result.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
         oom = False
         if killed and result.si_status == signal.SIGKILL:
-            kills = host.oom_kills()
-            oom = kills is not None and self.oom_kills is not None and kills > self.oom_kills
-            self.oom_kills = kills
+            oom = host.oom_killed_since(self.oom_kills)
+            self.oom_kills = host.oom_kills()
         message = m.Exited(
             key=child.key,
             code=None if killed else result.si_status,

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from drumline.errors import ChannelClosedError, DrumlineError, FailureReport, StartupError
+from drumline.platforms import host
 from drumline.processes import core as c
 from drumline.processes import linux
 from drumline.processes import messages as m
@@ -400,6 +401,8 @@ class Supervisor:
                 self._feed(c.ToldFailure(message.key, message.report))
                 self._feed(c.ExitTold(message.key, c.Exit(), time.time()))
             case m.Exited():
+                if message.oom:
+                    server.oom_kills = host.oom_kills()
                 how = c.Exit(message.code, message.signal, message.oom)
                 self._feed(c.ExitTold(message.key, how, message.time))
             case m.Cleared():
