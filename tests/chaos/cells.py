@@ -94,7 +94,7 @@ def expected(cell: Cell, memory: str = "memory") -> Expected:
     raises = fault in (*RAISES, "address space")
     if cell.role == API and raises:
         # it may hit a request, a callback of the loop, or the start itself
-        return Expected(("goes on", "ends"), ExitCode.INTERNAL, _raised(fault))
+        return Expected(("goes on", "ends"), ExitCode.INTERNAL, _raised(fault).removeprefix("raised "))
     if cell.recovery == "on" and cell.role != API and cell.phase not in STARTING:
         return Expected(("recovers",), ExitCode.OK, _said(cell, fault), fault == "stop")
     return Expected(("ends",), _code(cell, fault), _said(cell, fault), fault == "stop")
@@ -116,7 +116,7 @@ def _said(cell: Cell, fault: str) -> str:
     """Headline of the report; ``{pid}`` is the victim's."""
     who = rf"{NAMES.get(cell.role, cell.role)} \(pid {{pid}}\) "
     if fault == "stop":
-        return r"{pid}.*(?:stopped|T\))" if cell.phase in STARTING else who + "hangs: "
+        return who + "hangs: no (?:sign of )?progress"
     found = {
         "kill": "was killed by SIGKILL",
         "exit": f"ended with exit code {CODE}",
@@ -135,8 +135,8 @@ def _said(cell: Cell, fault: str) -> str:
 def _raised(fault: str) -> str:
     return {
         "raise": "raised sitecustomize.InjectedError: a fault of the test",
-        "raise unpicklable": "raised .*LocalError: a fault of the test",
-        "address space": "ran out of memory: MemoryError",
+        "raise unpicklable": r"raised \S*LocalError: a fault of the test",
+        "address space": "MemoryError",
     }[fault]
 
 

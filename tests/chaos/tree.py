@@ -17,22 +17,48 @@ from pathlib import Path
 import psutil
 
 from drumline.errors import ExitCode
+from tests.chaos.group import Group
 from tests.server.command import FLAGS, Serve, Stream, wait_for
 
 RULE = "-" * 72
 ALL = ("APIServer_0", "ForkServer", "EngineCore_DP0", "Worker_0", "Worker_1")
 """Roles as the tests name them; workers are told by rank, since their names change when they have joined the groups."""
 PHASES = ("starting", "loading", "warming up", "ready", "idle", "mid-step", "draining", "stopping")
-HELD = {"loading": "load_model", "warming up": "compile_or_warm_up_model", "stuck in its end": "shutdown"}
-"""Phases that pass in an instant here: the workers are held there."""
+HELD = {
+    "loading": "load_model",
+    "warming up": "compile_or_warm_up_model",
+    "stuck in its end": "shutdown",
+    "prefill": "prefill",
+}
+"""Phases that pass in an instant here: the workers are held there (``workers.py``)."""
 BEFORE_READY = ("starting", "loading", "warming up")
+PRELOAD = str(Path(__file__).with_name("preload"))
+"""Where its interpreters find the faults that can be brought about in them."""
 
 
 class Tree(Serve):
     """The command in a process group of its own, as a shell starts it."""
 
-    def __init__(self, model: Path, phase: str, victim: str = "", recovery: Sequence[str] = ("off",)) -> None:
-        """``recovery``: value of that flag, and flags after it."""
+    def __init__(
+        self,
+        model: Path,
+        phase: str,
+        victim: str = "",
+        recovery: Sequence[str] = ("off",),
+        group: Group | None = None,
+        begin: Callable[[Tree], None] | None = None,
+    ) -> None:
+        """Start it and wait for the phase.
+
+        Args:
+            model: folder.
+            phase: of ``PHASES``, or ``prefill`` or ``decode``.
+            victim: role of the process that something is done to.
+            recovery: value of that flag, and flags after it.
+            group: control group for all its processes.
+            begin: called once it is ready, to bring about what belongs to the phase; without it there is a stream.
+
+        """
         self.phase = phase
         self.home = Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))
         self.tmp = self.home / "t"
@@ -43,8 +69,8 @@ class Tree(Serve):
         flags = ["--load-format", "auto", "--shutdown-timeout", "60" if phase == "draining" else "1"]
         flags += ["--recovery", *recovery]
         hold = HELD.get(phase, "")
-        if hold:
-            flags += ["--worker-cls", "tests.chaos.workers:Held"]
+        if hold == "prefill":
+            flags += ["--no-enable-prefix-caching"]
         self.began = time.monotonic()
         with self.log.open("wb") as console:
             self.process = subprocess.Popen(
@@ -56,13 +82,18 @@ class Tree(Serve):
                 env={
                     **os.environ,
                     "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join([PRELOAD, *filter(None, [os.environ.get("PYTHONPATH")])]),
+                    "CHAOS_FAULTS": "1",
                     "TMPDIR": str(self.tmp),
                     "XDG_STATE_HOME": str(self.home / "state"),
                     "CHAOS_HOLD": hold,
                     "CHAOS_FIFO": str(self.home / "fifo"),
                 },
             )
+        if group is not None:
+            group.add(self.process.pid)  # its interpreter is still starting
         self.stream: Stream | None = None
+        self._begin = begin
         self._reach(phase, victim)
 
     # moments
@@ -81,11 +112,14 @@ class Tree(Serve):
             self.wait_text(f"held in {HELD[phase]}", 2)
         else:
             self.ready()
+            self.first_port = self.port()
+        if self._begin is not None and phase not in BEFORE_READY:
+            self._begin(self)
         if phase == "idle":
             body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
             assert self.request("POST", "/v1/completions", body)[0] == 200
             wait_for(lambda: not self.gauge("num_requests_running"), 5, "end of the request")
-        elif phase in ("mid-step", "draining"):
+        elif phase in ("mid-step", "draining") and self._begin is None:
             self.stream = Stream(self)
         self.pids = self._pids()
         if phase == "draining":
@@ -110,6 +144,11 @@ class Tree(Serve):
 
     def _found(self, rows: dict[str, int], name: str) -> bool:
         return bool(rows.get(name))
+
+    def release(self) -> None:
+        """Let those go on that are held. Nobody is: nothing happens."""
+        with contextlib.suppress(OSError):
+            os.close(os.open(self.home / "fifo", os.O_WRONLY | os.O_NONBLOCK))
 
     def _pids(self) -> dict[str, int]:
         """Processes that exist, by role."""

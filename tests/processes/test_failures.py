@@ -113,6 +113,36 @@ def test_no_progress_names_who_and_where(house: House) -> None:
     assert member.state is State.GONE
 
 
+def test_no_progress_names_the_one_that_is_stopped(house: House) -> None:
+    """Others wait for it; nobody else could tell, so it gets no longer either."""
+    members = [house.spawn("progress", b"1 stuck", role=f"Worker_{rank}", rank=rank) for rank in range(3)]
+    for _ in members:
+        house.event(EventKind.PHASE)
+    os.kill(members[1].pid, signal.SIGSTOP)
+    with pytest.raises(StartupError) as caught:
+        house.supervisor.wait_all_ready(members[1:], 1.0, deputies_s=60.0)
+    assert (caught.value.report.role, caught.value.report.pid) == ("Worker_1", members[1].pid)
+    assert f"(pid {members[1].pid}, state T" in str(caught.value)
+
+
+def test_no_progress_names_a_stopped_fork_server(house: House) -> None:
+    os.kill(house.server.pid, signal.SIGSTOP)
+    member = house.spawn("serve")
+    with pytest.raises(StartupError) as caught:
+        house.supervisor.wait_all_ready([member], 1.0, deputies_s=60.0)
+    assert (caught.value.report.role, caught.value.report.pid) == ("ForkServer", house.server.pid)
+    assert f"(pid {house.server.pid}, state T)" in str(caught.value)
+
+
+def test_a_deputy_has_longer(house: House) -> None:
+    member = house.spawn("progress", b"1 stuck")
+    house.event(EventKind.PHASE)
+    start = time.monotonic()
+    with pytest.raises(StartupError, match="no progress"):
+        house.supervisor.wait_all_ready([member], 0.2, deputies_s=1.0)
+    assert time.monotonic() - start > 1.0
+
+
 def test_sigterm_from_outside_ends_a_child_and_is_told(house: House) -> None:
     member = house.spawn("serve")
     house.ready(member)

@@ -10,6 +10,7 @@ This must import as little as possible: it is there before the standard descript
 
 import os
 import signal
+import sys
 
 CODE = 41
 """Of the fault ``exit``."""
@@ -76,6 +77,31 @@ FAULTS = {
 }
 NUMBERS = {name: signal.SIGRTMIN + 1 + place for place, name in enumerate(FAULTS)}
 
+
+class _Change:
+    """Finds nothing, but lets tests/chaos/workers.py change the model worker when it is imported."""
+
+    name = "drumline.model.worker"
+
+    def find_spec(self, name, path=None, target=None):
+        if name != self.name:
+            return None
+        import importlib.util
+
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            importlib.import_module("tests.chaos.workers").change(module.ModelWorker)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if os.environ.get("CHAOS_HOLD"):
+    sys.meta_path.insert(0, _Change())
 if os.environ.get("CHAOS_FAULTS"):
     for _name, _number in NUMBERS.items():
         signal.signal(_number, lambda number, frame, fault=FAULTS[_name]: fault())
