@@ -47,6 +47,7 @@ class Tree(Serve):
         recovery: Sequence[str] = ("off",),
         group: Group | None = None,
         begin: Callable[[Tree], None] | None = None,
+        home: Path | None = None,
     ) -> None:
         """Start it and wait for the phase.
 
@@ -57,13 +58,16 @@ class Tree(Serve):
             recovery: value of that flag, and flags after it.
             group: control group for all its processes.
             begin: called once it is ready, to bring about what belongs to the phase; without it there is a stream.
+            home: folder for its temporary files and logs, which stays; none: one of its own.
 
         """
         self.phase = phase
-        self.home = Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))
+        self._keep = home is not None
+        self.home = home or Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))
         self.tmp = self.home / "t"
-        self.tmp.mkdir()
-        os.mkfifo(self.home / "fifo")
+        self.tmp.mkdir(exist_ok=True)
+        if not (self.home / "fifo").exists():
+            os.mkfifo(self.home / "fifo")
         self.log = self.home / "console"
         self.shm = shared_memory()
         flags = ["--load-format", "auto", "--shutdown-timeout", "60" if phase == "draining" else "1"]
@@ -218,7 +222,8 @@ class Tree(Serve):
         for pid in self.members():
             psutil.Process(pid).kill()
         self.process.wait(10)
-        shutil.rmtree(self.home, ignore_errors=True)  # a test that makes many closes them itself
+        if not self._keep:
+            shutil.rmtree(self.home, ignore_errors=True)  # a test that makes many closes them itself
 
 
 def shared_memory() -> set[str]:
