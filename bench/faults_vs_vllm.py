@@ -44,6 +44,8 @@ from servers import (
 )
 
 POLL_S = 0.05
+NEW_AT_S = (1.0, 6.0)
+"""Seconds after SIGTERM at which new requests come. drumline serves them for 5 s if somebody asks for its health."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class Seen:
     left: list[str] = field(default_factory=list)
     shm_mb: float = 0.0
     files: int = 0
-    new_request: str = ""
+    new_requests: list[str] = field(default_factory=list)
     watched_s: float = 0.0
 
 
@@ -180,8 +182,8 @@ def clients_text(seen: Seen) -> str:
         else:
             text += f", last at {max(stream.ended for stream in group) - seen.at:.2f} s"
         texts.append(text)
-    if seen.new_request:
-        texts.append(f"a new request: {seen.new_request}")
+    if seen.new_requests:
+        texts.append(f"a new request {', '.join(seen.new_requests)}")
     return "; ".join(texts)
 
 
@@ -196,7 +198,7 @@ def rest_text(seen: Seen) -> str:
     if seen.gone_s is not None:
         text = f"all gone at {seen.gone_s:.1f} s, exit code {seen.code}"
     elif seen.code is None:
-        text = f"all there at {seen.watched_s:.0f} s"
+        text = "it goes on"
     else:
         text = f"exit code {seen.code}; at {seen.watched_s:.0f} s still there: {', '.join(seen.left)}"
     if seen.gone_s is not None or seen.code is not None:
@@ -292,8 +294,10 @@ class Trial:
             os.kill(pid, signal.SIGCONT)
 
     def _ask_later(self) -> None:
-        time.sleep(1.0)  # the lag for load balancers is over then
-        self.seen.new_request = new_request(self.port)
+        """In the lag for load balancers and after it."""
+        for at in NEW_AT_S:
+            time.sleep(max(0.0, self.seen.at + at - time.monotonic()))
+            self.seen.new_requests.append(f"at {at:g} s: {new_request(self.port)}")
 
     def _watch(self) -> None:
         seen, server = self.seen, self.server
