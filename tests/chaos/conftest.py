@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,6 @@ HEAD = (
     "s to the report",
     "s until nothing was left",
 )
-SLOWDOWN = float(os.environ.get("CHAOS_SLOWDOWN", "1"))
-"""How much longer limits are, for a machine that is busy with other things."""
 
 
 def table(lines: Sequence[Sequence[str]]) -> list[str]:

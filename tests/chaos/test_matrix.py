@@ -21,13 +21,13 @@ import pytest
 from drumline.errors import ExitCode
 from tests.chaos.cells import API, IN_MAKE_TEST, SERVER, STARTING, Cell, Expected, cells, expected
 from tests.chaos.client import Client
-from tests.chaos.conftest import SLOWDOWN, rows
+from tests.chaos.conftest import rows
 from tests.chaos.group import Group, can_limit
 from tests.chaos.preload.sitecustomize import NUMBERS
-from tests.chaos.tree import Tree
+from tests.chaos.tree import SLOWDOWN, Tree
 from tests.server.command import wait_for
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(300 * SLOWDOWN)]
 
 TOLD_S = 2.0 * SLOWDOWN
 LEFT_S = 5.0 * SLOWDOWN
@@ -221,7 +221,7 @@ class Run:
         run = self.tree
         if self._starts:
             run.release()
-            run.ready()
+            run.ready(90 * SLOWDOWN)
         if self.client is None:
             self.client = Client(run, max_tokens=LENGTH["idle"])
         self.client.end(60 * SLOWDOWN)

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from drumline.errors import ExitCode
-from tests.chaos.conftest import SLOWDOWN, figures
+from tests.chaos.conftest import figures
 from tests.chaos.test_recovery import end_well
-from tests.chaos.tree import Tree
+from tests.chaos.tree import SLOWDOWN, Tree
 
 pytestmark = pytest.mark.alone
 

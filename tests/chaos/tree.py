@@ -20,6 +20,8 @@ from drumline.errors import ExitCode
 from tests.chaos.group import Group
 from tests.server.command import FLAGS, Serve, Stream, wait_for
 
+SLOWDOWN = float(os.environ.get("CHAOS_SLOWDOWN", "1"))
+"""How much longer limits are, for a machine that is busy with other things."""
 RULE = "-" * 72
 ALL = ("APIServer_0", "ForkServer", "EngineCore_DP0", "Worker_0", "Worker_1")
 """Roles as the tests name them; workers are told by rank, since their names change when they have joined the groups."""
@@ -115,7 +117,7 @@ class Tree(Serve):
         elif phase in ("loading", "warming up"):
             self.wait_text(f"held in {HELD[phase]}", 2)
         else:
-            self.ready()
+            self.ready(90 * SLOWDOWN)
             self.first_port = self.port()
         if self._begin is not None and phase not in BEFORE_READY:
             self._begin(self)
@@ -137,14 +139,14 @@ class Tree(Serve):
 
     def wait_state(self, check: Callable[[dict[str, int]], bool]) -> None:
         self.port()
-        wait_for(lambda: check(self._pids()), 60, f"{self.phase}\n{self.text}")
+        wait_for(lambda: check(self._pids()), 60 * SLOWDOWN, f"{self.phase}\n{self.text}")
 
     def wait_text(self, text: str, count: int) -> None:
         def seen() -> bool:
             assert self.process.poll() is None, self.text
             return self.text.count(text) >= count
 
-        wait_for(seen, 60, f"{text}\n{self.text}")
+        wait_for(seen, 60 * SLOWDOWN, f"{text}\n{self.text}")
 
     def _found(self, rows: dict[str, int], name: str) -> bool:
         return bool(rows.get(name))
