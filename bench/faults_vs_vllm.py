@@ -306,7 +306,11 @@ class Trial:
         def over() -> bool:
             if server.process.poll() is not None and not server._session():
                 return True
-            settled = all(stream.ended for stream in seen.streams) and self.probe.changes[-1][1] == "200"
+            settled = (
+                self.fault.number != signal.SIGTERM
+                and all(stream.ended for stream in seen.streams)
+                and self.probe.changes[-1][1] == "200"
+            )
             return settled and time.monotonic() > survives
 
         wait_until(over, self.args.watch)

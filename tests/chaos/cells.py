@@ -95,6 +95,8 @@ def expected(cell: Cell, memory: str = "memory") -> Expected:
     if cell.role == API and raises:
         # it may hit a request, a callback of the loop, or the start itself
         return Expected(("goes on", "ends"), ExitCode.INTERNAL, _raised(fault).removeprefix("raised "))
+    if cell.role == SERVER and raises and cell.phase == "starting":  # it imports, and imports may be tried
+        return Expected(("goes on", "ends"), ExitCode.START_FAILED, _said(cell, fault))
     if cell.recovery == "on" and cell.role != API and cell.phase not in STARTING:
         return Expected(("recovers",), ExitCode.OK, _said(cell, fault), fault == "stop")
     return Expected(("ends",), _code(cell, fault), _said(cell, fault), fault == "stop")
@@ -125,9 +127,7 @@ def _said(cell: Cell, fault: str) -> str:
     }.get(fault)
     if found is None:
         found = _raised(fault)
-        if cell.role == SERVER:
-            found = f"(?:{found}|ended with exit code 1)"  # with the traceback as the last lines of its log
-        elif cell.phase == "starting":
+        if cell.phase == "starting" and cell.role != SERVER:
             found = f"(?:{found}|ended with exit code 70)"  # before it can say anything
     return who + found
 

@@ -18,6 +18,7 @@ import psutil
 
 from drumline.errors import ExitCode
 from tests.chaos.group import Group
+from tests.conftest import of_others
 from tests.server.command import FLAGS, Serve, Stream, wait_for
 
 SLOWDOWN = float(os.environ.get("CHAOS_SLOWDOWN", "1"))
@@ -229,9 +230,10 @@ class Tree(Serve):
 
 
 def shared_memory() -> set[str]:
-    """Named shared memory of the kinds that drumline, multiprocessing and torch make."""
+    """Named shared memory of the kinds that drumline, multiprocessing and torch make, but what others have open."""
     kinds = ("drumline", "psm_", "sem.", "torch_")
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(kinds)}
+    found = (path for path in Path("/dev/shm").iterdir() if path.name.startswith(kinds))
+    return {path.name for path in found if not of_others(path)}
 
 
 def code_of(phase: str) -> ExitCode:

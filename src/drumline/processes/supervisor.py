@@ -122,9 +122,9 @@ class Supervisor:
     ) -> None:
         """Wait until all are ready. StartupError with the root cause if one fails, or if nobody makes progress.
 
-        Progress is a phase, a birth or a ready report of anyone, the fork server's imports included. Before it raises,
-        all of ``members`` are killed. ``deputies_s``: how much longer members have that watch others with the same
-        limit, know better who is late, and can say so: those that exist and are not stopped.
+        Progress is a phase, a birth, a word or a ready report of anyone, the fork server's imports included. Before it
+        raises, all of ``members`` are killed. ``deputies_s``: how much longer members have that watch others with the
+        same limit, know better who is late, and can say so: those that exist and are not stopped.
         """
         self._not_in_own_thread()
         started = time.monotonic()
@@ -494,6 +494,8 @@ class Supervisor:
             case m.Failed():
                 self._feed(c.ToldFailure(member.key, message.report))
             case m.Data():
+                if member.state is c.State.STARTING:
+                    self._feed(c.Spoke(member.key))
                 self._emit(MemberEvent(kind=EventKind.MESSAGE, member=member, data=message.data))
 
     def _forget(self, members: list[Member]) -> None:
