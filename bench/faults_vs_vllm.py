@@ -210,7 +210,10 @@ def rest_text(seen: Seen) -> str:
 def title(process: psutil.Process) -> str:
     """What it calls itself."""
     with contextlib.suppress(psutil.Error):
-        return " ".join(process.cmdline())[:60].strip() or process.name()
+        command = process.cmdline()
+        if "resource_tracker" in " ".join(command):
+            return "resource tracker"
+        return command[0] if command and "::" in command[0] else process.name()
     return ""
 
 
