@@ -158,8 +158,8 @@ class Run:
         if len(self.expected.outcomes) == 1:
             return self.expected.outcomes[0]
         if self._starts:  # libraries try to import things, and go on without them whatever the import raises
-            wait_for(lambda: self.tree.process.poll() is not None or self._is_ready(), 90 * SLOWDOWN, "end or start")
-            return "ends" if self.tree.process.poll() is not None else "goes on"
+            wait_for(lambda: self._fails() or self._is_ready(), 90 * SLOWDOWN, "end or start")
+            return "ends" if self._fails() else "goes on"
         said = re.compile(self.expected.said)
         wait_for(lambda: said.search(self.tree.text), TOLD_S, f"word of it\n{self.tree.text}")
         self.told = time.monotonic() - self.since
@@ -167,6 +167,9 @@ class Run:
         while self.tree.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return "ends" if self.tree.process.poll() is not None else "goes on"
+
+    def _fails(self) -> bool:
+        return "drumline failed" in self.tree.text or self.tree.process.poll() is not None
 
     def _is_ready(self) -> bool:
         self.tree.release()
