@@ -168,8 +168,7 @@ class EngineProcesses:
         assert supervisor is not None
         assert core is not None
         try:
-            # the engine core has the same limit for its workers and knows better who is late, so ours is longer
-            supervisor.wait_all_ready([core], self.config.process.start_timeout_s + 10.0)
+            supervisor.wait_all_ready([core], self.config.process.start_timeout_s, deputies_s=10.0)
         except StartupError as error:
             self._note_failure(error.report)
             self.shutdown()

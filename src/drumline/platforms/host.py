@@ -50,6 +50,12 @@ def oom_kills(root: Path = ROOT) -> int | None:
     return _count(root / "proc/vmstat", "oom_kill")
 
 
+def oom_killed_since(before: int | None, root: Path = ROOT) -> bool:
+    """Whether there are more of them than ``before``; False: no, or unknown."""
+    now = oom_kills(root)
+    return now is not None and before is not None and now > before
+
+
 def _count(path: Path, key: str) -> int | None:
     for line in _read(path).splitlines():
         name, _, value = line.partition(" ")

@@ -27,8 +27,9 @@ class OomKills:
 
     def grew(self) -> bool:
         """Whether there are more than the last time; asked when a child was killed."""
-        before, self._before = self._before, host.oom_kills()
-        return before is not None and self._before is not None and self._before > before
+        grew = host.oom_killed_since(self._before)
+        self._before = host.oom_kills()
+        return grew
 
 
 def fork_child(start: ChildStart, forget: Callable[[], None] = lambda: None) -> int:

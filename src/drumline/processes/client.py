@@ -23,6 +23,7 @@ from socket import socket
 from typing import TYPE_CHECKING
 
 from drumline.errors import ChannelClosedError, ConfigError, DrumlineError, FailureReport
+from drumline.platforms import host
 from drumline.processes import messages as m
 from drumline.processes.connection import Connection, socket_pair
 from drumline.processes.core import Exit, State
@@ -144,6 +145,8 @@ class ForkServer:
         self.obstacles: list[str] = []
         """Why it does not fork, if it does not (children are then executed fresh)."""
         self.import_seconds: dict[str, float] = {}
+        self.oom_kills = host.oom_kills() if process else None
+        """Out-of-memory kills before its own end. The supervisor counts again when it has heard of one."""
         self.members: dict[int, Member] = {}
         self.log: LogConfig | None = None
         """Of the run, where it is known here."""
@@ -274,6 +277,7 @@ class ForkServer:
             phase=self.phase,
             code=None if killed else code,
             signal=-code if killed and code is not None else None,
+            oom=code == -signal.SIGKILL and host.oom_killed_since(self.oom_kills),
             log_file=self.log_file,
         )
 

@@ -13,8 +13,9 @@ Deaths:
 - An owner's end (its connection or its pidfd): its children are killed after a grace of 1 s.
 - The root's end without a goodbye: as the highest survivor this process prints the report on the console, kills all
   children after the grace and exits. While imports run (no loop yet) a timer signal looks for it.
-- Its own end: the children have PDEATHSIG, which follows the thread that forked them: the only one here. If the root
-  is gone too and nobody has said so, the root's own child with access (the engine core) reports both.
+- Its own end (its owners are told why, if that is an exception): the children have PDEATHSIG, which follows the thread
+  that forked them: the only one here. If the root is gone too and nobody has said so, the root's own child with access
+  (the engine core) reports both.
 - The root starts the engine again (``Clear``): all children are killed at once, and it is told when they are gone.
 - It is stopped (SIGSTOP) and the root is gone: a child that sees its owner gone kills it.
 
@@ -123,9 +124,13 @@ class ForkServerProcess:
         self._check()
         gc.freeze()  # without a collection before: it takes 0.4 s, and what it would find is 11,000 small objects
         gc.enable()
-        self._handle_frames(self.root, self.early)
-        while not self._done():
-            self._turn()
+        try:
+            self._handle_frames(self.root, self.early)
+            while not self._done():
+                self._turn()
+        except BaseException as error:  # noqa: BLE001 (its children die with it: their owners must hear why)
+            self._tell_failure(make_report(error, role=FORK_SERVER, phase="ready", log_file=str(self.log.path)))
+            return 1
         return self.exit_code
 
     def _catch_signals(self) -> None:
@@ -178,14 +183,19 @@ class ForkServerProcess:
             signal.setitimer(signal.ITIMER_REAL, 0)
             report = make_report(error, role=FORK_SERVER, phase=phase, log_file=str(self.log.path))
             report.message = f"{report.message} (module {phase.partition(' ')[2]} of the preload list)"
-            self.log.note(report.text())
-            self._tell(self.root, m.ServerFailed(report), timeout_s=1.0)
+            self._tell_failure(report)
             return False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         self.importing = False
         self.import_seconds = seconds
         return True
+
+    def _tell_failure(self, report: FailureReport, timeout_s: float = 1.0) -> None:
+        """Why it ends, to all that have children of it."""
+        self.log.note(report.text())
+        for client in self.clients:
+            self._tell(client, m.ServerFailed(report), timeout_s=timeout_s)
 
     def _look_for_root(self, number: int, frame: types.FrameType | None) -> None:
         if _is_gone(self.root.pidfd) or _hung_up(self.root.conn.fd):
@@ -316,6 +326,7 @@ class ForkServerProcess:
             phase="",
             code=code,
             signal=number,
+            oom=number == signal.SIGKILL and self.oom_kills.grew(),
             message="it ended without closing; all its processes are being ended",
         )
 
@@ -353,8 +364,7 @@ class ForkServerProcess:
             signal=signal.SIGTERM,
             log_file=str(self.log.path),
         )
-        for client in self.clients:
-            self._tell(client, m.ServerFailed(report))
+        self._tell_failure(report, 0.0)
         self._end_all()
 
     def _reap(self) -> None:
