@@ -97,7 +97,7 @@ class Stream:
             merge(self._pending, output)
         self.finished = self.finished or output.finish_reason is not None
 
-    def end(self, request_id: str, reason: str, message: str = "") -> None:
+    def end(self, request_id: str, reason: str, message: str = "", stop_reason: int | str | None = None) -> None:
         """Put in a last output of the front end's own making."""
         if not self.finished:
             self.put(
@@ -106,6 +106,7 @@ class Stream:
                     first_index=self._next_index,
                     token_ids=[],
                     finish_reason=reason,
+                    stop_reason=stop_reason,
                     message=message,
                 )
             )

@@ -356,10 +356,7 @@ def make_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngine:
 
     if server.recovery == "off":
         return AsyncEngineClient(config)
-    limits = Limits(
-        restarts=server.recovery_restarts, window_s=server.recovery_window_s, backoff_s=server.recovery_backoff_s
-    )
-    return RecoveringEngineClient(config, limits)
+    return RecoveringEngineClient(config, Limits.of(server))
 
 
 def wait_for_threads(limit_s: float) -> bool:
