@@ -25,7 +25,17 @@ LIMIT_S = 60.0
 OPTIONS: dict[str, Any] = {**SMALL, "tensor_parallel_size": 2, "recovery_backoff_s": 0.05, "seed": 3}
 POISONED: dict[str, Any] = {
     "worker_cls": "tests.engine.poison:Poisoned",
-    "preload": ("torch", "drumline.engine.main", "drumline.worker.main", "drumline.model.kernels.ready"),
+    # A worker class of one's own is not known to need all this, which each worker would import anew.
+    "preload": (
+        "torch",
+        "torch.distributed",
+        "transformers.models.llama.modeling_llama",
+        "safetensors.torch",
+        "drumline.model.worker",
+        "drumline.engine.main",
+        "drumline.worker.main",
+        "drumline.model.kernels.ready",
+    ),
 }
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14, 15], [16], [17, 18]]
 FIRST = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
@@ -83,37 +93,11 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def llm(model_path: Path) -> Iterator[LLM]:
+    """One for each test: what is started again is not what was there before."""
     with LLM(model_path, recovery_restarts=20, **OPTIONS) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def stop(llm: LLM) -> str:
-    """A text that the last of PROMPTS gives half way."""
-    text = llm.generate(PROMPTS, params(), use_tqdm=False)[-1].outputs[0].text
-    return text[len(text) // 2 :][:4]
-
-
-@pytest.mark.parametrize("victim", ["Worker_TP1", "EngineCore_DP0", "ForkServer"])
-def test_generate_gives_what_it_would_have_given(llm: LLM, stop: str, victim: str) -> None:
-    assert llm.recoveries is not None
-    before = sum(llm.recoveries.pauses)
-    # Requests without a seed get theirs from a generator of the LLM's: the same one for both runs.
-    plain = llm.generate(PROMPTS, seeded(params(stop)), use_tqdm=False)
-    assert plain[-1].outputs[0].stop_reason == stop
-    old = list(pids_of(llm).values())
-    again = llm.generate(PROMPTS, seeded(params(stop)), use_tqdm=killer(llm, victim))
-    same(plain, again)
-    assert all(output.error is None for output in again)
-    assert sum(llm.recoveries.pauses) == before + 1
-    wait_gone([pid for pid in old if pid not in pids_of(llm).values()])
-    names = {
-        metric.name: metric.value for metric in llm.get_metrics() if metric.labels.get("cause", "signal") == "signal"
-    }
-    assert names["drumline:engine_restarts"] >= 1
-    assert names["drumline:engine_pause_seconds"] > 0
 
 
 def seeded(found: list[SamplingParams]) -> list[SamplingParams]:
@@ -121,6 +105,46 @@ def seeded(found: list[SamplingParams]) -> list[SamplingParams]:
         if one.seed is None:
             one.seed = number
     return found
+
+
+def test_generate_gives_what_it_would_have_given(llm: LLM) -> None:
+    text = llm.generate(PROMPTS, seeded(params()), use_tqdm=False)[-1].outputs[0].text
+    stop = text[len(text) // 2 :][:4]
+    plain = llm.generate(PROMPTS, seeded(params(stop)), use_tqdm=False)
+    assert plain[-1].outputs[0].stop_reason == stop
+    victims = ("Worker_TP1", "EngineCore_DP0", "ForkServer")
+    for victim in victims:
+        old = list(pids_of(llm).values())
+        again = llm.generate(PROMPTS, seeded(params(stop)), use_tqdm=killer(llm, victim))
+        same(plain, again)
+        assert all(output.error is None for output in again)
+        wait_gone([pid for pid in old if pid not in pids_of(llm).values()])
+    assert llm.recoveries is not None
+    assert sum(llm.recoveries.pauses) == len(victims)
+    named = {(metric.name, metric.labels.get("cause")): metric.value for metric in llm.get_metrics()}
+    assert named["drumline:engine_restarts", "signal"] == len(victims)
+    assert named["drumline:engine_pause_seconds", None] > 0
+    # generate is left while it recovers: the engine comes back, and has nothing to do
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, seeded(params()), use_tqdm=interrupter(llm))
+    same(plain[:1], llm.generate(PROMPTS[:1], FIRST, use_tqdm=False))
+    assert llm.stats().num_running == llm.stats().num_waiting == 0
+
+
+def interrupter(llm: LLM) -> type:
+    """A progress bar that kills a worker when the first prompt is done, and has ctrl-C pressed while it recovers."""
+
+    class Bar(killer(llm, "Worker_TP1")):  # type: ignore[misc]
+        def update(self, n: float) -> None:
+            super().update(n)
+
+            def interrupt() -> None:
+                until(lambda: llm.recoveries.active)  # type: ignore[union-attr]
+                os.kill(os.getpid(), signal.SIGINT)
+
+            threading.Thread(target=interrupt).start()
+
+    return Bar
 
 
 def test_it_recovers_while_nobody_waits(llm: LLM) -> None:
@@ -131,7 +155,6 @@ def test_it_recovers_while_nobody_waits(llm: LLM) -> None:
     between = pids_of(llm)
     assert between["Worker_TP0"] != before["Worker_TP0"]
     os.kill(between["EngineCore_DP0"], signal.SIGKILL)
-    assert llm.recoveries is not None
     until(lambda: llm.recoveries.active)  # type: ignore[union-attr]
     until(lambda: not llm.recoveries.active)  # type: ignore[union-attr]
     assert pids_of(llm)["EngineCore_DP0"] != between["EngineCore_DP0"]
@@ -140,26 +163,6 @@ def test_it_recovers_while_nobody_waits(llm: LLM) -> None:
     waited = llm.wait_for_completion(use_tqdm=False)
     assert [output.request_id for output in waited] == names
     same(plain, waited[:1])
-
-
-def test_an_interrupt_while_it_recovers(llm: LLM) -> None:
-    """generate is left, the engine comes back, its requests are gone."""
-    plain = llm.generate(PROMPTS[:1], FIRST, use_tqdm=False)
-
-    class Bar(killer(llm, "Worker_TP1")):  # type: ignore[misc]
-        def update(self, n: float) -> None:
-            super().update(n)
-
-            def interrupt() -> None:
-                until(lambda: llm.recoveries.active)  # type: ignore[union-attr]
-                signal.raise_signal(signal.SIGINT)
-
-            threading.Thread(target=interrupt).start()
-
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS, seeded(params()), use_tqdm=Bar)
-    same(plain, llm.generate(PROMPTS[:1], FIRST, use_tqdm=False))
-    assert llm.stats().num_running == llm.stats().num_waiting == 0
 
 
 def test_a_poisonous_prompt_fails_alone(model_path: Path) -> None:
