@@ -97,6 +97,10 @@ class EngineClient:
         """All processes of this engine, this one included. Useful during the start too."""
         return self._processes.processes()
 
+    def start_seconds(self) -> dict[str, float]:
+        """Seconds of the last start by phase (``engine.starts``), once it is ready; they add up to all of it."""
+        return self._processes.start_seconds()
+
     def stats(self) -> EngineStats:
         """Of the last step."""
         return self._stats

@@ -294,6 +294,9 @@ class AsyncEngine(Protocol):
     def report_folder(self) -> Path | None:
         """Where this run's log files are; None before there are any."""
 
+    def start_seconds(self) -> dict[str, float]:
+        """Seconds of the last start by phase, once it is ready; they add up to all of it."""
+
     def stats(self) -> EngineStats:
         """Of the last step."""
 
