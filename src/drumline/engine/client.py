@@ -143,6 +143,11 @@ class SyncEngineClient(EngineClient):
     """An engine for plain programs. Methods may be called from any thread; ``poll`` by one at a time.
 
     What the engine does not take at once goes out with the next call.
+
+    ctrl-C raises KeyboardInterrupt between any two instructions of the main thread. Nearly always that is while it
+    waits, which does no harm. In the middle of a message it does: the rest of the stream cannot be read any more. Then
+    the engine is given up (and started again, with recovery). Rejected: a signal handler of our own, which belongs to
+    the program; a thread that reads, which costs each step a switch.
     """
 
     def __init__(self, config: EngineConfig, *, role: str = "LLM") -> None:
@@ -153,6 +158,8 @@ class SyncEngineClient(EngineClient):
         self._outputs: list[RequestOutput] = []
         self._results: dict[int, UtilityResult | FailureReport] = {}
         """Of calls: what they gave, or what the engine died of meanwhile."""
+        self._torn = False
+        """Somebody is at a message, or was interrupted there."""
         self._waiting_threads = 0
         self._waiting_calls: set[int] = set()
         self._closed = False
@@ -164,11 +171,13 @@ class SyncEngineClient(EngineClient):
     def add(self, request: EngineRequest) -> None:
         """Send a request. EngineDeadError."""
         with self._lock:
+            self._give_up_torn()
             self._submit(request)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; outputs that are on their way may still come. EngineDeadError."""
         with self._lock:
+            self._give_up_torn()
             self._withdraw(request_ids)
 
     def poll(self, timeout: float | None = None) -> list[RequestOutput]:
@@ -187,6 +196,7 @@ class SyncEngineClient(EngineClient):
         self._waiting_calls.add(call_id)
         try:
             with self._lock:
+                self._give_up_torn()
                 self._send(UtilityCall(call_id=call_id, method=method, args=list(args)))
             if not self._wait(lambda: call_id in self._results, timeout):
                 raise RPCTimeoutError(f"RPC call to {method} timed out.")
@@ -234,9 +244,20 @@ class SyncEngineClient(EngineClient):
 
     def _send(self, message: EngineRequest | Abort | UtilityCall) -> None:
         channel = self._ready_channel()
-        channel.send(message)
+        data = channel.encode(message)
+        self._torn = True
+        channel.send_encoded(data)
+        self._torn = False
         if channel.waiting and self._waiting_threads:  # it waits for room from now on
             self._ring()
+
+    def _give_up_torn(self) -> None:
+        """The engine, if somebody was interrupted at a message."""
+        if self._torn:
+            said = "this process was interrupted in the middle of a message from or to the engine core"
+            self._processes.give_up(
+                FailureReport(role=self._role, pid=os.getpid(), phase="serving", type="Interrupted", message=said)
+            )
 
     def _lose_calls(self, report: FailureReport) -> None:
         """The engine died: nobody answers the calls that wait."""
@@ -270,6 +291,7 @@ class SyncEngineClient(EngineClient):
     def _wait_turns(self, enough: Callable[[], bool], deadline: float | None) -> bool:
         while True:
             with self._lock:
+                self._give_up_torn()
                 channel = self._open_channel()
                 if channel is not None:
                     self._take_in(channel)
@@ -291,15 +313,19 @@ class SyncEngineClient(EngineClient):
                 pass  # nothing was written, or it was shut down: then the next turn raises
 
     def _take_in(self, channel: FrontChannel) -> None:
+        if self._torn:
+            return
+        self._torn = True
         channel.flush()
         for message in channel.receive():
             if isinstance(message, EngineOutputs):
                 self._stats = message.stats
                 for output in message.outputs:
+                    self._outputs.append(output)  # first: one that comes again does no harm, one that is lost does
                     self._note(output)
-                self._outputs += message.outputs
             elif message.call_id in self._waiting_calls:
                 self._results[message.call_id] = message
+        self._torn = False
 
     def _waits(self) -> bool:
         return self._waiting_threads > 0

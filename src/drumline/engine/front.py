@@ -51,8 +51,16 @@ class FrontChannel:
         """The engine core is gone, and all that it said was received: do not watch :attr:`fd` any more."""
         return self._frames.eof
 
-    def send(self, message: EngineRequest | Abort | UtilityCall) -> None:
+    def encode(self, message: EngineRequest | Abort | UtilityCall) -> bytes:
+        """What :meth:`send_encoded` takes."""
+        return self._encoder.encode(message)
+
+    def send_encoded(self, data: bytes) -> None:
         """Send, or keep it. If the engine core is gone this does nothing: whoever watches it tells everyone."""
+        self._frames.send(data)
+
+    def send(self, message: EngineRequest | Abort | UtilityCall) -> None:
+        """Both at once."""
         self._frames.send(self._encoder.encode(message))
 
     def flush(self) -> None:

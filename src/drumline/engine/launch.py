@@ -366,6 +366,10 @@ class EngineProcesses:
                     self._answer = message
                     self._answered.notify_all()
 
+    def give_up(self, report: FailureReport) -> None:
+        """The engine is of no use to its client any more: end it as if it had died of this."""
+        self._note_failure(report)
+
     def _note_failure(self, report: FailureReport) -> None:
         with self._lock:
             if self.failure is not None or self._stopping:

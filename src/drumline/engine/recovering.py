@@ -339,6 +339,7 @@ class RecoveringSyncClient(_Renewing, SyncEngineClient):
     def _drop_channel(self) -> None:
         with self._lock:
             super()._drop_channel()
+            self._torn = False
 
 
 __all__ = ["RecoveringEngineClient", "RecoveringSyncClient"]
