@@ -14,13 +14,13 @@ from drumline.engine.queue import Request
 from drumline.errors import RequestError
 from drumline.plan.choices import DeadEnds, check_choice
 from drumline.plan.memory import Extra
-from drumline.plan.sampling import SlotSampling
+from drumline.plan.sampling import MAX_LOGPROBS, SlotSampling
 
 MAX_SCORED = 256
 """Prompt tokens whose log-probabilities one plan computes: each takes a row of logits over the whole vocabulary."""
 MAX_SCORED_VALUES = 1 << 20
 """Log-probabilities of prompt tokens that the answer to one plan has, unless a single token has more."""
-ORDINARY_LOGPROBS = 20
+ORDINARY_LOGPROBS = MAX_LOGPROBS
 """Likely tokens that any request may ask for at each output token."""
 MAX_START_BYTES = 1 << 20
 """Bytes of requests that one plan tells the workers of, unless a single one has more: what it says about a cached

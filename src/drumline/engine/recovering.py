@@ -98,6 +98,16 @@ class _Renewing(EngineClient):
 
     def _renew_now(self, restart: Restarting, after_s: float) -> FailureReport | None:
         """Old processes end, new ones start; blocks. A report of what failed, or None (also if it was shut down)."""
+        try:
+            self._start_anew(restart, after_s)
+        except StartupError as error:
+            return error.report
+        except Exception as error:
+            log.exception("the engine could not be started again")
+            return FailureReport(role=self._role, phase="restart", what="exception", message=str(error))
+        return None
+
+    def _start_anew(self, restart: Restarting, after_s: float) -> None:
         end = self._healing.end
         self._processes.shutdown()
         self._drop_channel()
@@ -107,16 +117,9 @@ class _Renewing(EngineClient):
             restart.phase("back-off")
         self._processes = self._make_processes(self._processes)
         if end.is_set():
-            return None
-        try:
-            self._start()
-        except StartupError as error:
-            return error.report
-        except Exception as error:
-            log.exception("the engine could not be started again")
-            return FailureReport(role=self._role, phase="restart", what="exception", message=str(error))
+            return
+        self._start()
         restart.add(self._processes.start_seconds())
-        return None
 
 
 class RecoveringEngineClient(_Renewing, AsyncEngineClient):

@@ -179,7 +179,8 @@ class ModelWorker:
         self.platform.synchronize()
         before: int = stats.memory_allocated(self.device)
         stats.reset_peak_memory_stats(self.device)
-        self.runner.run_dummy(self.config.scheduler.max_num_batched_tokens)
+        tokens, rows = self.config.scheduler.max_num_batched_tokens, self.config.scheduler.max_num_seqs
+        self.runner.run_dummy(tokens, min(tokens, rows))
         self.platform.synchronize()
         step: int = stats.max_memory_allocated(self.device) - before
         self.platform.empty_cache()
