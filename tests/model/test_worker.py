@@ -14,6 +14,7 @@ from drumline.config import CacheConfig, SchedulerConfig
 from drumline.errors import ConfigError
 from drumline.plan.sampling import SlotSampling
 from drumline.plan.step import SlotStart, StepOutput, StepPlan, ints, pack
+from drumline.platforms import host
 from tests.model.conftest import engine_config, start_worker
 from tests.model.driver import Driver, Running, prompts
 from tests.model.equality import Tally, check_prompt_logprobs, compare_greedy, compare_sampled, reference_logits
