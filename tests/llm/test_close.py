@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -10,13 +9,12 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from drumline import LLM, SamplingParams
+from tests.held import Held, check_flat
 
 from .light import LIGHT, SLOW, STEP_S
 from .test_programs import TIMEOUT_S, last_json, wait_gone
@@ -24,23 +22,6 @@ from .test_programs import TIMEOUT_S, last_json, wait_gone
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 LIVES = 20
-GROWTH_BYTES = 8 << 20
-
-
-class Held:
-    """What this process has."""
-
-    def __init__(self) -> None:
-        self.descriptors = sorted(target.partition(":")[0] for target in _targets())
-        self.threads = sorted(thread.name for thread in threading.enumerate())
-        self.children = {child.pid for child in psutil.Process().children(recursive=True)}
-        self.bytes = psutil.Process().memory_info().rss
-
-
-def _targets() -> Iterator[str]:
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            yield str(path.readlink())
 
 
 @pytest.mark.timeout(300)
@@ -59,10 +40,7 @@ def test_twenty_lives_with_changing_sizes(model_path: Path) -> None:
         seen.append(Held())
     assert len(tokens) == 1
     wait_gone(pids)
-    assert all(one.descriptors == seen[0].descriptors for one in seen)
-    assert all(one.threads == seen[0].threads for one in seen)
-    assert not any(one.children - seen[0].children for one in seen)
-    assert seen[-1].bytes - seen[LIVES // 4].bytes < GROWTH_BYTES
+    check_flat(seen)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
