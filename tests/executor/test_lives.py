@@ -9,6 +9,7 @@ import pytest
 
 from drumline.errors import DrumlineError
 from drumline.executor import Executor
+from tests.engine.processes import wait_gone
 from tests.held import Held, check_flat
 
 from .conftest import configure
@@ -30,7 +31,7 @@ def test_twenty_lives_with_changing_sizes() -> None:
         for thread in threads:
             thread.start()
         executor.shutdown()
-        assert not any(os.path.exists(f"/proc/{pid}") for pid in pids), "shutdown returned before all was gone"
+        wait_gone(list(pids), 0.5)
         for thread in threads:
             thread.join()
         executor.shutdown()
