@@ -10,7 +10,7 @@ import pytest
 from drumline.errors import DrumlineError
 from drumline.executor import Executor
 from tests.engine.processes import wait_gone
-from tests.held import Held, check_flat
+from tests.held import Held, check_flat, held
 
 from .conftest import configure
 
@@ -38,5 +38,5 @@ def test_twenty_lives_with_changing_sizes() -> None:
         with pytest.raises(DrumlineError):
             executor.collective_rpc("get_life")
         del executor
-        seen.append(Held())
+        seen.append(held(seen[0] if seen else None))
     check_flat(seen)

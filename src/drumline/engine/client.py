@@ -245,6 +245,8 @@ class SyncEngineClient(EngineClient):
     def _send(self, message: EngineRequest | Abort | UtilityCall) -> None:
         channel = self._ready_channel()
         data = channel.encode(message)
+        if self._torn:
+            return  # as if the engine were gone, which it soon is
         self._torn = True
         channel.send_encoded(data)
         self._torn = False
@@ -252,12 +254,11 @@ class SyncEngineClient(EngineClient):
             self._ring()
 
     def _give_up_torn(self) -> None:
-        """The engine, if somebody was interrupted at a message."""
-        if self._torn:
+        """The engine, if somebody was interrupted at a message. In a thread, which no further interrupt reaches."""
+        if self._torn and self._processes.failure is None:
             said = "this process was interrupted in the middle of a message from or to the engine core"
-            self._processes.give_up(
-                FailureReport(role=self._role, pid=os.getpid(), phase="serving", type="Interrupted", message=said)
-            )
+            report = FailureReport(role=self._role, pid=os.getpid(), phase="serving", type="Interrupted", message=said)
+            threading.Thread(target=self._processes.give_up, args=(report,), name="drumline-torn", daemon=True).start()
 
     def _lose_calls(self, report: FailureReport) -> None:
         """The engine died: nobody answers the calls that wait."""
