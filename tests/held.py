@@ -35,7 +35,7 @@ def _targets() -> Iterator[str]:
 
 
 def held(like: Held | None = None) -> Held:
-    """What there is now; with ``like``, as soon as it is no more than that, which threads that end may take a moment."""
+    """What there is now; with ``like``, as soon as it is the same, for which threads that end may take a moment."""
     deadline = time.monotonic() + 5.0
     found = Held()
     while like is not None and not found.same(like) and time.monotonic() < deadline:

@@ -20,6 +20,7 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,7 @@ class SyncEngineClient(EngineClient):
         """Of calls: what they gave, or what the engine died of meanwhile."""
         self._torn = False
         """Somebody is at a message, or was interrupted there."""
+        self._received: deque[EngineOutputs | UtilityResult] = deque()
         self._waiting_threads = 0
         self._waiting_calls: set[int] = set()
         self._closed = False
@@ -314,19 +316,22 @@ class SyncEngineClient(EngineClient):
                 pass  # nothing was written, or it was shut down: then the next turn raises
 
     def _take_in(self, channel: FrontChannel) -> None:
-        if self._torn:
-            return
-        self._torn = True
-        channel.flush()
-        for message in channel.receive():
+        """What has come. A message counts as taken once it is: one that is taken again does no harm."""
+        if not self._torn:
+            self._torn = True
+            channel.flush()
+            self._received += channel.receive()
+            self._torn = False
+        while self._received:
+            message = self._received[0]
             if isinstance(message, EngineOutputs):
                 self._stats = message.stats
                 for output in message.outputs:
-                    self._outputs.append(output)  # first: one that comes again does no harm, one that is lost does
+                    self._outputs.append(output)
                     self._note(output)
             elif message.call_id in self._waiting_calls:
                 self._results[message.call_id] = message
-        self._torn = False
+            self._received.popleft()
 
     def _waits(self) -> bool:
         return self._waiting_threads > 0
