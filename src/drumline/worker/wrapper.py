@@ -147,7 +147,7 @@ def check_health(worker: Any) -> None:
 
 def step_costs(worker: Any) -> StepCosts | None:
     """The worker's ``step_costs``; None where it has none: then it is asked for no memory either."""
-    found = getattr(worker, "step_costs", None)
+    found: Callable[[], StepCosts] | None = getattr(worker, "step_costs", None)
     return None if found is None else found()
 
 
