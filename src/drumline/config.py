@@ -476,7 +476,26 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig:
+class RecoveryConfig:
+    """What becomes of an engine that dies once it was ready. It is its front end that starts it again."""
+
+    recovery: str = "on"
+    """``on``: when processes of the engine die, all of it is started again and the requests go on; ``off``: the server
+    ends (``LLM``, ``AsyncLLM``: calls raise EngineDeadError)."""
+    recovery_restarts: int = 3
+    """Most restarts within ``recovery_window_s``; the death after these is final."""
+    recovery_window_s: float = 600.0
+    recovery_backoff_s: float = 1.0
+    """Wait before the second restart of a window, in seconds; doubled for each further one."""
+
+    def __post_init__(self) -> None:
+        _one_of(self, "recovery", SWITCH)
+        _whole(self, ("recovery_restarts",))
+        _positive(self, ("recovery_window_s", "recovery_backoff_s"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(RecoveryConfig):
     """The HTTP server."""
 
     host: str = "127.0.0.1"
@@ -489,27 +508,17 @@ class ServerConfig:
     more of ``/readyz``, ``/health`` and ``/ping`` were answered with 200, the last one within a minute), else 0."""
     shutdown_timeout_s: float = 20.0
     """After the lag: how long running requests may go on, in seconds; those that are left get an error then."""
-    recovery: str = "on"
-    """``on``: when processes of the engine die, all of it is started again and the requests go on; ``off``: the server
-    ends."""
-    recovery_restarts: int = 3
-    """Most restarts within ``recovery_window_s``; the death after these ends the server."""
-    recovery_window_s: float = 600.0
-    recovery_backoff_s: float = 1.0
-    """Wait before the second restart of a window, in seconds; doubled for each further one."""
 
     def api_servers(self, parallel: ParallelConfig) -> int:
         """How many processes speak HTTP."""
         return self.api_server_count or parallel.data_parallel_size
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _whole(self, ("api_server_count",), least=0)
         _not_negative(
             self, ("shutdown_timeout_s",) if self.drain_lag_s is None else ("drain_lag_s", "shutdown_timeout_s")
         )
-        _one_of(self, "recovery", SWITCH)
-        _whole(self, ("recovery_restarts",))
-        _positive(self, ("recovery_window_s", "recovery_backoff_s"))
         if not 0 <= self.port < 65536:
             raise ConfigError(f"{option('port')} must be between 0 (any free port) and 65535, not {self.port}")
 

@@ -185,6 +185,17 @@ class RequestError(DrumlineError, ValueError):
         """Such as ``context_length_exceeded``, for programs."""
 
 
+class RequestFailedError(DrumlineError, RuntimeError):
+    """One request could not be computed: engines died of it, or there was no memory for it. Others are not affected.
+
+    Do not send it again as it is; ``reason`` is ``engine_died`` or ``out_of_memory``.
+    """
+
+    def __init__(self, message: str, *, reason: int | str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class UnsupportedError(DrumlineError, NotImplementedError):
     """A call that users of vLLM know and drumline does not have. The message says why and what to use."""
 

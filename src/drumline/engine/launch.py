@@ -32,6 +32,7 @@ from drumline.engine.protocol import (
     Stalling,
     ToFront,
 )
+from drumline.engine.starts import StartMarks
 from drumline.errors import ChannelClosedError, EngineDeadError, FailureReport, StartupError
 from drumline.executor import Executor
 from drumline.model.spec import preload_modules, read_spec
@@ -63,14 +64,6 @@ HANG_WAIT_S = 1.2
 """The same if it hangs, or seems to: its thread may still answer."""
 CORE_SLACK_S = 0.5
 """What the engine core has, after its workers have ended or been killed, to end itself."""
-
-_START_PHASES = (
-    ("fork server", "fork server: ready"),
-    ("engine core", "starting workers"),
-    ("workers, model", "KV cache"),
-    ("KV cache, warm-up", "ready"),
-)
-"""Name of each phase of a start, and the mark that ends it."""
 
 
 class EngineProcesses:
@@ -110,8 +103,8 @@ class EngineProcesses:
         self._supervisor: Supervisor | None = None
         self._core: Member | None = None
         self._workers: dict[int, ProcessState] = {}
-        self._marks: dict[str, float] = {}
-        """time.monotonic() of the first moment of each phase."""
+        self._marks = StartMarks()
+        """In time.monotonic()."""
         self._lock = threading.Lock()
         self._stopping = False
         self._stopped = threading.Event()
@@ -127,7 +120,7 @@ class EngineProcesses:
     def start(self, door: int) -> None:
         """Start fork server and engine core; returns before they have done anything. ConfigError if that is known to
         be in vain. ``door``: descriptor that leads the engine core to the front end's socket."""
-        self._marks["start"] = time.monotonic()
+        self._marks.mark("start", time.monotonic())
         process = self.config.process
         place = core_place(self.config)
         # Under ``fork`` workers are copies of the engine core, and that comes from the fork server as ever.
@@ -178,7 +171,7 @@ class EngineProcesses:
                 raise self._stopped_error()
             self._start_watch(core)
         self._phase = "ready"
-        self._marks["ready"] = time.monotonic()
+        self._marks.mark("ready", time.monotonic())
         return msgspec.msgpack.decode(core.info, type=EngineInfo)
 
     # The engine core itself: see core_watch.py.
@@ -259,12 +252,7 @@ class EngineProcesses:
 
     def start_seconds(self) -> dict[str, float]:
         """Seconds of the start by phase, once it is ready. They add up to the whole."""
-        found: dict[str, float] = {}
-        before = self._marks["start"]
-        for name, mark in _START_PHASES:
-            if mark in self._marks:
-                found[name], before = self._marks[mark] - before, self._marks[mark]
-        return found
+        return self._marks.seconds()
 
     def live_report(self, cause: str, wait_s: float = LIVE_WAIT_S) -> LiveReport:
         """What every process is doing. Blocks for up to ``wait_s`` and a second more; any thread."""
@@ -367,14 +355,17 @@ class EngineProcesses:
             self._on_word(self._decode(event.data))
         elif event.kind is EventKind.PHASE:
             phase = event.phase if event.member is not None else f"fork server: {event.phase}"
-            self._marks.setdefault(phase, time.monotonic())
+            self._marks.mark(phase, time.monotonic())
         elif event.kind is EventKind.FAILURE and event.report is not None:
             self._note_failure(event.report)
 
     def _on_word(self, message: ToFront) -> None:
         match message:
             case ProcessState():
-                self._workers[message.rank or 0] = message
+                rank = message.rank or 0
+                self._workers[rank] = message
+                if message.phase != "ready":  # the engine is, later
+                    self._marks.mark_rank(rank, message.phase, time.monotonic())
             case Stalling():
                 self._ranks_stall = message.text
             case Beat():
@@ -384,6 +375,10 @@ class EngineProcesses:
                 with self._answered:
                     self._answer = message
                     self._answered.notify_all()
+
+    def give_up(self, report: FailureReport) -> None:
+        """The engine is of no use to its client any more: end it as if it had died of this."""
+        self._note_failure(report)
 
     def _note_failure(self, report: FailureReport) -> None:
         with self._lock:
