@@ -137,7 +137,9 @@ def show(title: str, mine: list[list[int]], theirs: list[list[int]]) -> None:
     for place, name in enumerate(labels):
         column = sorted(row[place] for row in rows)
         print(f"  {name:13s} {statistics.median(column):8.1f}   p10 {column[len(column) // 10]:8.1f}")
-    early = [sum(other[step * number] - row[2] < 5000 for number, row in enumerate(mine)) for step, other in steps(theirs)]
+    early = [
+        sum(other[step * number] - row[2] < 5000 for number, row in enumerate(mine)) for step, other in steps(theirs)
+    ]
     print("  of", len(rows), "messages seen within 5 us of the bell by each worker:", *early, flush=True)
 
 

@@ -126,10 +126,14 @@ class Supervisor:
         raises, all of ``members`` are killed. ``deputies_s``: how much longer members have that watch others with the
         same limit, know better who is late, and can say so: those that exist and are not stopped.
         """
-        self._wait_start(members, lambda member: member.state is c.State.READY, no_progress_timeout)
+        self._wait_start(members, lambda member: member.state is c.State.READY, no_progress_timeout, deputies_s)
 
     def _wait_start(
-        self, members: Sequence[Member], done: Callable[[Member], bool], no_progress_timeout: float
+        self,
+        members: Sequence[Member],
+        done: Callable[[Member], bool],
+        no_progress_timeout: float,
+        deputies_s: float = 0.0,
     ) -> None:
         self._not_in_own_thread()
         started = time.monotonic()
