@@ -7,6 +7,10 @@
 #   MODEL, TP, PORT, ARGS   for make serve; MODEL empty: the embedded default model
 #   TESTS, PYTEST_ARGS      for make test
 #   JOBS         test files at a time (2); 0: one session without helpers, as pytest itself does
+# Of the environment, for make test and make chaos:
+#   CHAOS_SLOWDOWN  multiplies the limits on time of tests/chaos (1), for a machine that is busy with other things
+#   CHAOS_MEMORY    limit: MemoryError instead of the kernel's killer where control groups can be made
+#   CHAOS_SEED      repeats the random kills of an earlier run
 
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3.13 python3,$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
 VENV ?= .venv
@@ -29,7 +33,7 @@ help:
 	@echo 'make test-floor  model tests with the oldest supported transformers'
 	@echo 'make check    ruff, mypy and the import rules'
 	@echo 'make matrix   token equality, every model shape x TP x option (long)'
-	@echo 'make chaos    every process killed in every phase of its life (minutes)'
+	@echo 'make chaos    every process killed, stopped, broken in every phase of its life (an hour)'
 	@echo 'make soak     50,000 random requests with aborts, 100,000 messages between processes; all stays flat (minutes)'
 	@echo 'make fuzz     2,000 requests made of the description of the server (minutes)'
 	@echo 'make bench    benchmarks (see bench/README.md)'

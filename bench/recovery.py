@@ -37,9 +37,13 @@ RESTARTED = re.compile(r"was started again in ([\d.]+) s \(([^)]*)\): .*?, (\d+)
 PHASES = (
     "old processes gone",
     "fork server",
+    "imports",
     "engine core",
-    "workers, model",
-    "KV cache, warm-up",
+    "workers",
+    "groups",
+    "model",
+    "KV cache",
+    "warm-up",
     "first token",
 )
 

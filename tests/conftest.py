@@ -167,7 +167,7 @@ def _descriptors() -> Counter[str]:
     return kinds
 
 
-def _of_others(path: Path) -> bool:
+def of_others(path: Path) -> bool:
     """A live process of another process group has this memory file open or mapped."""
     mine = os.getpgid(0)
     for pid in psutil.pids():
@@ -208,8 +208,7 @@ def _left(
     left += [
         f"/dev/shm/{name}"
         for name in _shm() - shm
-        if ("drumline" in name or name.startswith(("psm_", "sem.", "torch_")))
-        and not _of_others(Path("/dev/shm", name))
+        if ("drumline" in name or name.startswith(("psm_", "sem.", "torch_"))) and not of_others(Path("/dev/shm", name))
     ]
     return left
 

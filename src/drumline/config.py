@@ -25,6 +25,8 @@ DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 """Other names of these, as torch and vLLM have them."""
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 MODEL_IMPLS = ("auto", "transformers")
+START_METHODS = ("forkserver", "spawn", "fork", "plain")
+"""How worker processes come to be; see ``processes.start_methods``."""
 POLICIES = ("fcfs", "priority")
 """In which order requests are served."""
 CPU_PREFILL_TOKENS = 128
@@ -79,6 +81,16 @@ def _one_of(config: Any, name: str, choices: tuple[str, ...]) -> None:
     value = getattr(config, name)
     if value not in choices:
         raise ConfigError(f"{option(name)} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def _several(config: Any, name: str, kind: type, what: str) -> None:
+    """Check that a field is a tuple (or list) of things of a kind."""
+    given = getattr(config, name)
+    whole = not isinstance(given, str) and isinstance(given, Iterable)
+    values = tuple(given) if whole else ()
+    if not whole or not all(isinstance(value, kind) and not isinstance(value, bool) for value in values):
+        raise ConfigError(f"{option(name)} must be {what}, one for each worker of this machine, not {given!r}")
+    object.__setattr__(config, name, values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,12 +278,22 @@ class ProcessConfig:
     """Dotted name (``module:Class`` or ``module.Class``) of the worker class; ``auto``: the model worker."""
     worker_extension_cls: str = ""
     """Dotted name of a class that is mixed into the worker class; its methods can be called through the RPC."""
+    worker_start_method: str = "auto"
+    """``forkserver``: copies of a process that has the imports; ``spawn``: fresh processes, made by the one that has
+    the executor; ``fork``: copies of that one; ``plain``: fresh ones, made by a helper process; ``auto``: what
+    DRUMLINE_WORKER_START_METHOD says, else ``forkserver``."""
     preload: tuple[str, ...] = ()
     """Modules that the fork server imports before it forks."""
     threads_per_worker: int = 0
     """Compute threads of one worker; 0: OMP_NUM_THREADS of the user, else cores / workers of this machine."""
     cpu_bind: bool = True
     """Several workers that compute on CPUs get cores of their own, an even part of them each, if there are enough."""
+    numa_bind: bool = False
+    """Each worker runs on the CPUs of its device's NUMA node and takes memory from there."""
+    numa_bind_nodes: tuple[int, ...] = ()
+    """The node of each worker of this machine, all DP ranks, in order; empty: found by the device's PCI path."""
+    numa_bind_cpus: tuple[str, ...] = ()
+    """The CPUs of each worker of this machine (``0-3,8``); empty: those of its node."""
     mq_slot_bytes: int = 65536
     """Bytes of one slot of the broadcast ring."""
     mq_slots: int = 64
@@ -323,6 +345,14 @@ class ProcessConfig:
             ),
         )
         _one_of(self, "log_level", LOG_LEVELS)
+        _several(self, "numa_bind_nodes", int, "whole numbers, such as 0, 0, 1, 1")
+        _several(self, "numa_bind_cpus", str, "texts, such as '0-3', '4-7'")
+        _one_of(self, "worker_start_method", ("auto", *START_METHODS))
+
+    @property
+    def numa(self) -> bool:
+        """Whether processes are bound to NUMA nodes: nodes or CPUs that are given ask for that, too."""
+        return self.numa_bind or bool(self.numa_bind_nodes) or bool(self.numa_bind_cpus)
 
     @property
     def terminate_timeout_s(self) -> float:
@@ -447,7 +477,26 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig:
+class RecoveryConfig:
+    """What becomes of an engine that dies once it was ready. It is its front end that starts it again."""
+
+    recovery: str = "on"
+    """``on``: when processes of the engine die, all of it is started again and the requests go on; ``off``: the server
+    ends (``LLM``, ``AsyncLLM``: calls raise EngineDeadError)."""
+    recovery_restarts: int = 3
+    """Most restarts within ``recovery_window_s``; the death after these is final."""
+    recovery_window_s: float = 600.0
+    recovery_backoff_s: float = 1.0
+    """Wait before the second restart of a window, in seconds; doubled for each further one."""
+
+    def __post_init__(self) -> None:
+        _one_of(self, "recovery", SWITCH)
+        _whole(self, ("recovery_restarts",))
+        _positive(self, ("recovery_window_s", "recovery_backoff_s"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(RecoveryConfig):
     """The HTTP server."""
 
     host: str = "127.0.0.1"
@@ -460,27 +509,17 @@ class ServerConfig:
     more of ``/readyz``, ``/health`` and ``/ping`` were answered with 200, the last one within a minute), else 0."""
     shutdown_timeout_s: float = 20.0
     """After the lag: how long running requests may go on, in seconds; those that are left get an error then."""
-    recovery: str = "on"
-    """``on``: when processes of the engine die, all of it is started again and the requests go on; ``off``: the server
-    ends."""
-    recovery_restarts: int = 3
-    """Most restarts within ``recovery_window_s``; the death after these ends the server."""
-    recovery_window_s: float = 600.0
-    recovery_backoff_s: float = 1.0
-    """Wait before the second restart of a window, in seconds; doubled for each further one."""
 
     def api_servers(self, parallel: ParallelConfig) -> int:
         """How many processes speak HTTP."""
         return self.api_server_count or parallel.data_parallel_size
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _whole(self, ("api_server_count",), least=0)
         _not_negative(
             self, ("shutdown_timeout_s",) if self.drain_lag_s is None else ("drain_lag_s", "shutdown_timeout_s")
         )
-        _one_of(self, "recovery", SWITCH)
-        _whole(self, ("recovery_restarts",))
-        _positive(self, ("recovery_window_s", "recovery_backoff_s"))
         if not 0 <= self.port < 65536:
             raise ConfigError(f"{option('port')} must be between 0 (any free port) and 65535, not {self.port}")
 

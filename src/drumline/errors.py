@@ -139,15 +139,21 @@ class FailureReport(msgspec.Struct, kw_only=True):
             "signal": f"was killed by {self.type}",
             "exit": f"ended with {self.type}",
             "hang": f"hangs: {self.message.partition(chr(10))[0]}",
+            "oom": self._out_of_memory(),
         }.get(self.what, f"{self.what} {self.type} {self.message}".strip())
         return f"{self.role}{rank} (pid {self.pid}) {what}{where}{step}"
+
+    def _out_of_memory(self) -> str:
+        if self.type.startswith("SIG"):
+            return f"was killed by the kernel for want of memory ({self.type})"
+        return f"ran out of memory: {self.type}: {self.message}".removesuffix(": ")
 
     def text(self) -> str:
         """The whole report as printed on the console and as carried in the text of exceptions."""
         lines = [self.headline()]
         if self.what == "hang":  # the headline has the first line
             lines.extend(self.message.splitlines()[1:])
-        elif self.what != "exception" and self.message:
+        elif self.what != "exception" and self.message and not self.traceback:  # the headline has that of an exception
             lines.append(self.message)
         if self.traceback:
             lines.append(self.traceback.rstrip())
@@ -186,6 +192,17 @@ class RequestError(DrumlineError, ValueError):
         self.param = param
         self.code = code
         """Such as ``context_length_exceeded``, for programs."""
+
+
+class RequestFailedError(DrumlineError, RuntimeError):
+    """One request could not be computed: engines died of it, or there was no memory for it. Others are not affected.
+
+    Do not send it again as it is; ``reason`` is ``engine_died`` or ``out_of_memory``.
+    """
+
+    def __init__(self, message: str, *, reason: int | str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class UnsupportedError(DrumlineError, NotImplementedError):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,26 @@ from tests.text.vocab import byte_level_folder
 
 figures: list[tuple[str, str, float | None, float]] = []
 """Phase, what was done, seconds to the report, seconds until nothing was left."""
+
+
+rows: list[tuple[str, ...]] = []
+"""Of the matrix's table."""
+HEAD = (
+    "phase",
+    "who",
+    "what",
+    "recovery",
+    "outcome",
+    "what the client saw",
+    "s to the report",
+    "s until nothing was left",
+)
+
+
+def table(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Columns of equal width."""
+    widths = [max(len(line[place]) for line in lines) for place in range(len(lines[0]))]
+    return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 @pytest.fixture(scope="session")
@@ -26,10 +47,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tree(model: Path) -> Iterator[Callable[..., Tree]]:
     made: list[Tree] = []
 
-    def make(phase: str, victim: str = "", recovery: Sequence[str] = ("off",)) -> Tree:
+    def make(phase: str, victim: str = "", recovery: Sequence[str] = ("off",), **more: Any) -> Tree:
         tree = Tree.__new__(Tree)
         made.append(tree)
-        tree.__init__(model, phase, victim, recovery)  # type: ignore[misc]
+        tree.__init__(model, phase, victim, recovery, **more)  # type: ignore[misc]
         return tree
 
     yield make
@@ -38,6 +59,10 @@ def tree(model: Path) -> Iterator[Callable[..., Tree]]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if rows:
+        terminalreporter.section("faults")
+        for line in table([HEAD, *rows]):
+            terminalreporter.write_line(line)
     if not figures:
         return
     terminalreporter.section("seconds to the report, until all is gone")

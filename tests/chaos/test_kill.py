@@ -1,4 +1,4 @@
-"""``kill -9`` of every process in every phase: one clear report in under 2 s, 5 s later nothing is left."""
+"""``kill -9`` of every process in the phases that the matrix does not have: just ready, and while it ends."""
 
 from __future__ import annotations
 
@@ -12,23 +12,13 @@ import pytest
 
 from drumline.errors import ExitCode
 from tests.chaos.conftest import figures
-from tests.chaos.tree import ALL, PHASES, Tree, code_of
+from tests.chaos.tree import ALL, Tree, code_of
 
 pytestmark = pytest.mark.alone
 
-IN_MAKE_TEST = {
-    ("starting", "APIServer_0"),
-    ("idle", "APIServer_0"),
-    ("idle", "ForkServer"),
-    ("mid-step", "EngineCore_DP0"),
-    ("mid-step", "Worker_1"),
-    ("draining", "APIServer_0"),
-    ("draining", "EngineCore_DP0"),
-    ("draining", "Worker_0"),
-}
 CELLS = [
-    pytest.param(phase, victim, marks=() if (phase, victim) in IN_MAKE_TEST else pytest.mark.chaos)
-    for phase in PHASES
+    pytest.param(phase, victim, marks=() if (phase, victim) == ("stopping", "EngineCore_DP0") else pytest.mark.chaos)
+    for phase in ("ready", "stopping")
     for victim in ALL
 ]
 

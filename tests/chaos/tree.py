@@ -17,34 +17,67 @@ from pathlib import Path
 import psutil
 
 from drumline.errors import ExitCode
+from tests.chaos.group import Group
+from tests.conftest import of_others
 from tests.server.command import FLAGS, Serve, Stream, wait_for
 
+SLOWDOWN = float(os.environ.get("CHAOS_SLOWDOWN", "1"))
+"""How much longer limits are, for a machine that is busy with other things."""
 RULE = "-" * 72
 ALL = ("APIServer_0", "ForkServer", "EngineCore_DP0", "Worker_0", "Worker_1")
 """Roles as the tests name them; workers are told by rank, since their names change when they have joined the groups."""
 PHASES = ("starting", "loading", "warming up", "ready", "idle", "mid-step", "draining", "stopping")
-HELD = {"loading": "load_model", "warming up": "compile_or_warm_up_model", "stuck in its end": "shutdown"}
-"""Phases that pass in an instant here: the workers are held there."""
+HELD = {
+    "loading": "load_model",
+    "warming up": "compile_or_warm_up_model",
+    "stuck in its end": "shutdown",
+    "prefill": "prefill",
+}
+"""Phases that pass in an instant here: the workers are held there (``workers.py``)."""
 BEFORE_READY = ("starting", "loading", "warming up")
+PRELOAD = str(Path(__file__).with_name("preload"))
+"""Where its interpreters find the faults that can be brought about in them."""
 
 
 class Tree(Serve):
     """The command in a process group of its own, as a shell starts it."""
 
-    def __init__(self, model: Path, phase: str, victim: str = "", recovery: Sequence[str] = ("off",)) -> None:
-        """``recovery``: value of that flag, and flags after it."""
+    def __init__(
+        self,
+        model: Path,
+        phase: str,
+        victim: str = "",
+        recovery: Sequence[str] = ("off",),
+        group: Group | None = None,
+        begin: Callable[[Tree], None] | None = None,
+        home: Path | None = None,
+    ) -> None:
+        """Start it and wait for the phase.
+
+        Args:
+            model: folder.
+            phase: of ``PHASES``, or ``prefill`` or ``decode``.
+            victim: role of the process that something is done to.
+            recovery: value of that flag, and flags after it.
+            group: control group for all its processes.
+            begin: called once it is ready, to bring about what belongs to the phase; without it there is a stream.
+            home: folder for its temporary files and logs, which stays; none: one of its own.
+
+        """
         self.phase = phase
-        self.home = Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))
+        self._keep = home is not None
+        self.home = home or Path(tempfile.mkdtemp(prefix="chaos", dir="/tmp"))
         self.tmp = self.home / "t"
-        self.tmp.mkdir()
-        os.mkfifo(self.home / "fifo")
+        self.tmp.mkdir(exist_ok=True)
+        if not (self.home / "fifo").exists():
+            os.mkfifo(self.home / "fifo")
         self.log = self.home / "console"
         self.shm = shared_memory()
         flags = ["--load-format", "auto", "--shutdown-timeout", "60" if phase == "draining" else "1"]
         flags += ["--recovery", *recovery]
         hold = HELD.get(phase, "")
-        if hold:
-            flags += ["--worker-cls", "tests.chaos.workers:Held"]
+        if hold == "prefill":
+            flags += ["--no-enable-prefix-caching"]
         self.began = time.monotonic()
         with self.log.open("wb") as console:
             self.process = subprocess.Popen(
@@ -56,13 +89,18 @@ class Tree(Serve):
                 env={
                     **os.environ,
                     "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join([PRELOAD, *filter(None, [os.environ.get("PYTHONPATH")])]),
+                    "CHAOS_FAULTS": "1",
                     "TMPDIR": str(self.tmp),
                     "XDG_STATE_HOME": str(self.home / "state"),
                     "CHAOS_HOLD": hold,
                     "CHAOS_FIFO": str(self.home / "fifo"),
                 },
             )
+        if group is not None:
+            group.add(self.process.pid)  # its interpreter is still starting
         self.stream: Stream | None = None
+        self._begin = begin
         self._reach(phase, victim)
 
     # moments
@@ -80,12 +118,15 @@ class Tree(Serve):
         elif phase in ("loading", "warming up"):
             self.wait_text(f"held in {HELD[phase]}", 2)
         else:
-            self.ready()
+            self.ready(90 * SLOWDOWN)
+            self.first_port = self.port()
+        if self._begin is not None and phase not in BEFORE_READY:
+            self._begin(self)
         if phase == "idle":
             body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
             assert self.request("POST", "/v1/completions", body)[0] == 200
             wait_for(lambda: not self.gauge("num_requests_running"), 5, "end of the request")
-        elif phase in ("mid-step", "draining"):
+        elif phase in ("mid-step", "draining") and self._begin is None:
             self.stream = Stream(self)
         self.pids = self._pids()
         if phase == "draining":
@@ -99,17 +140,22 @@ class Tree(Serve):
 
     def wait_state(self, check: Callable[[dict[str, int]], bool]) -> None:
         self.port()
-        wait_for(lambda: check(self._pids()), 60, f"{self.phase}\n{self.text}")
+        wait_for(lambda: check(self._pids()), 60 * SLOWDOWN, f"{self.phase}\n{self.text}")
 
     def wait_text(self, text: str, count: int) -> None:
         def seen() -> bool:
             assert self.process.poll() is None, self.text
             return self.text.count(text) >= count
 
-        wait_for(seen, 60, f"{text}\n{self.text}")
+        wait_for(seen, 60 * SLOWDOWN, f"{text}\n{self.text}")
 
     def _found(self, rows: dict[str, int], name: str) -> bool:
         return bool(rows.get(name))
+
+    def release(self) -> None:
+        """Let those go on that are held. Nobody is: nothing happens."""
+        with contextlib.suppress(OSError):
+            os.close(os.open(self.home / "fifo", os.O_WRONLY | os.O_NONBLOCK))
 
     def _pids(self) -> dict[str, int]:
         """Processes that exist, by role."""
@@ -179,13 +225,15 @@ class Tree(Serve):
         for pid in self.members():
             psutil.Process(pid).kill()
         self.process.wait(10)
-        shutil.rmtree(self.home, ignore_errors=True)  # a test that makes many closes them itself
+        if not self._keep:
+            shutil.rmtree(self.home, ignore_errors=True)  # a test that makes many closes them itself
 
 
 def shared_memory() -> set[str]:
-    """Named shared memory of the kinds that drumline, multiprocessing and torch make."""
+    """Named shared memory of the kinds that drumline, multiprocessing and torch make, but what others have open."""
     kinds = ("drumline", "psm_", "sem.", "torch_")
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(kinds)}
+    found = (path for path in Path("/dev/shm").iterdir() if path.name.startswith(kinds))
+    return {path.name for path in found if not of_others(path)}
 
 
 def code_of(phase: str) -> ExitCode:

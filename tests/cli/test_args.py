@@ -114,7 +114,7 @@ def test_abbreviations_are_not_guessed() -> None:
         (["-pcp", "2"], ["--prefill-context-parallel-size"]),
         (["-tp", "2", "-dcp", "2"], ["--decode-context-parallel-size"]),
         (["--nnodes", "2", "-tp", "2", "--master-addr", "x"], ["--nnodes"]),
-        (["--headless", "--numa-bind"], ["--headless", "--numa-bind"]),
+        (["--headless", "--data-parallel-hybrid-lb"], ["--headless", "--data-parallel-hybrid-lb"]),
         (["--api-server-count", "2"], ["--api-server-count"]),
         (["-tp", "2", "--distributed-executor-backend", "ray"], ["ray"]),
         (["--data-parallel-address", "x"], ["--data-parallel-address"]),
@@ -171,6 +171,17 @@ def test_every_flag_fills_a_field() -> None:
             assert flag.field in set(kind.__dataclass_fields__), flag.names
             # What messages of the configuration call it.
             assert flag_of(flag.field) in flag.names
+
+
+def test_starts_and_numa() -> None:
+    engine, _ = parsed(
+        "--worker-start-method", "plain", "--numa-bind-nodes", "0", "1", "--numa-bind-cpus", "0-3", "4,6"
+    )
+    process = engine.process
+    assert (process.worker_start_method, process.numa) == ("plain", True)
+    assert (process.numa_bind_nodes, process.numa_bind_cpus) == ((0, 1), ("0-3", "4,6"))
+    assert parsed("--numa-bind")[0].process.numa_bind
+    assert parsed()[0].process.worker_start_method == "auto"
 
 
 def test_waits_rings_and_device() -> None:

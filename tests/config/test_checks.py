@@ -246,3 +246,16 @@ def test_dtypes_by_other_names() -> None:
     for wrong in ("double", None, ["half"]):
         with pytest.raises(ConfigError, match="must be one of auto, float32"):
             ModelConfig(dtype=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given", [{"numa_bind_nodes": 0}, {"numa_bind_nodes": ("0",)}, {"numa_bind_cpus": "0-3"}, {"numa_bind_cpus": (0,)}]
+)
+def test_nodes_and_cpus_are_lists(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="one for each worker of this machine"):
+        ProcessConfig(**given)
+
+
+def test_lists_of_nodes_and_cpus_become_tuples() -> None:
+    config = ProcessConfig(numa_bind_nodes=[0, 1], numa_bind_cpus=["0-3", "4"])  # type: ignore[arg-type]
+    assert (config.numa_bind_nodes, config.numa_bind_cpus) == ((0, 1), ("0-3", "4"))

@@ -10,12 +10,14 @@ from drumline.engine.blocks import BlockPool
 from drumline.engine.protocol import EngineRequest, RequestOutput
 from drumline.engine.queue import Request
 from drumline.engine.scheduler import Scheduler
+from drumline.plan.memory import StepCosts
 from drumline.plan.sampling import SamplingParams
 from drumline.plan.step import BY_VALUE, StepOutput, StepPlan, ints
 
 from .simulated import SimulatedWorker, next_token
 
 VOCAB = 11
+COSTS = StepCosts(row_bytes=10, value_bytes=1)
 
 
 @dataclass
@@ -35,6 +37,8 @@ class Rig:
     max_num_prefill_tokens: int = 0
     long_prefill_token_threshold: int = 0
     max_overtakes: int = 32
+    memory: int | None = None
+    """Bytes that the worker has for more than ordinary steps; None: nobody asks."""
     got: dict[str, list[int]] = field(default_factory=dict)
     ended: dict[str, RequestOutput] = field(default_factory=dict)
     flight: deque[StepOutput] = field(default_factory=deque)
@@ -56,6 +60,7 @@ class Rig:
                 max_overtakes=self.max_overtakes,
             ),
             self.pool,
+            costs=None if self.memory is None else COSTS,
         )
         self._make_room, self.scheduler._make_room = self.scheduler._make_room, self._check_room  # type: ignore[method-assign]
         self.worker = SimulatedWorker(
@@ -73,6 +78,10 @@ class Rig:
         live = [request for request in before if request.decoding and request.length < request.max_length]
         plan = self.scheduler.schedule()
         self._check_order(before)
+        if self.memory is not None and (wanted := self.scheduler.wanted) is not None:
+            self._answer_wanted(*wanted)
+            if plan is None:
+                return True
         if plan is None:
             assert self.flight or not self.scheduler.has_requests, "nothing in flight, and nothing planned: a livelock"
             return False
@@ -106,6 +115,15 @@ class Rig:
         finally:
             del scheduler._preempt, scheduler._admit
         assert not victims, "preempted for nothing"
+
+    def _answer_wanted(self, request_id: str, nbytes: int) -> None:
+        """What the worker says when it is asked for memory."""
+        assert self.memory is not None
+        if nbytes <= self.memory:
+            self.scheduler.grant(request_id, nbytes)
+        else:
+            for output in self.scheduler.deny(request_id, "none left"):
+                self.ended[output.request_id] = output
 
     def _check_order(self, before: list[Request]) -> None:
         """Who was let in comes before all that wait; who was preempted comes after all that run."""

@@ -7,9 +7,11 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 from drumline.worker.protocol import WorkerContext
@@ -172,6 +174,26 @@ class Bare:
         return f"hello {self.rank}"
 
 
+class Meets:
+    """No rank gets through its start before all have come to it."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.ranks = context.config.parallel.world_size
+        self.folder = Path(context.config.process.log_dir or tempfile.gettempdir()) / f"meet-{os.getppid()}"
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / str(context.rank)).touch()
+
+    def init_device(self) -> None:
+        deadline = time.monotonic() + 30
+        while len(list(self.folder.iterdir())) < self.ranks:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the other ranks have not come")
+            time.sleep(0.01)
+
+    def hello(self) -> int:
+        return len(list(self.folder.iterdir()))
+
+
 class Extension:
     """Mixed into a worker class."""
 
@@ -199,6 +221,73 @@ class Busy(Plain):
 
     def get_done(self) -> int:
         return self.done
+
+
+class Ring:
+    """Part of a cycle."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+class Littering(Plain):
+    """Every call leaves cycles; notes where Python looks for them."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self.inside = False
+        self.looks: list[bool] = []
+        self.rings: list[weakref.ref[Ring]] = []
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self.looks.append(self.inside)
+
+    def compile_or_warm_up_model(self) -> None:
+        self.life.append("warm-up")
+
+    def litter(self, count: int) -> None:
+        self.inside = True
+        self.rings += [weakref.ref(Ring()) for _ in range(count)]
+        self.inside = False
+
+    def found(self) -> tuple[int, list[bool], int]:
+        """Cycles that are left, whether each look was inside a call, frozen objects."""
+        return sum(ring() is not None for ring in self.rings), self.looks, gc.get_freeze_count()
+
+    def forget_looks(self) -> None:
+        self.looks.clear()
+
+
+class Threads(Plain):
+    """Notes in each phase how many threads torch would compute with, and what the environment says."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self.noted: dict[str, tuple[int, str | None]] = {}
+        self._note("construct")
+
+    def _note(self, phase: str) -> None:
+        import torch
+
+        self.noted[phase] = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+
+    def init_device(self) -> None:
+        self._note("init_device")
+
+    def load_model(self) -> None:
+        self._note("load_model")
+
+    def compile_or_warm_up_model(self) -> None:
+        self._note("warm-up")
+
+    def execute_model(self, plan: Any) -> dict[str, tuple[int, str | None]]:
+        import torch
+
+        self._note("step")
+        torch.ones(600, 600) @ torch.ones(600, 600)
+        return self.noted
 
 
 class Clashing:

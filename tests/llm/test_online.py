@@ -297,7 +297,7 @@ def test_death_of_a_process(model_path: Path) -> None:
     """Every stream that runs ends with one error that names who died; later requests raise the same."""
 
     async def program() -> list[int]:
-        async with AsyncLLM(model_path, tensor_parallel_size=2, **SMALL) as llm:
+        async with AsyncLLM(model_path, tensor_parallel_size=2, recovery="off", **SMALL) as llm:
             pids = {process.name: process.pid for process in llm.processes()}
             streams = [llm.generate([5, i], SamplingParams(**LONG, output_kind=DELTA)) for i in range(5, 9)]
             for stream in streams:

@@ -135,7 +135,7 @@ def test_command_line_and_the_death_of_a_process(model_path: Path) -> None:
         f"""
         import time
         from drumline.errors import EngineDeadError
-        llm = LLM(MODEL, tensor_parallel_size=2, **SMALL)
+        llm = LLM(MODEL, tensor_parallel_size=2, recovery="off", **SMALL)
         pids = {{p.name: p.pid for p in llm.processes()}}
 
         class Bar:
@@ -226,7 +226,7 @@ def test_other_children_of_the_program_are_left_alone(model_path: Path) -> None:
         start = lambda: subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(sys.stdin.read(1) == 'x')"],
                                          stdin=subprocess.PIPE, text=True)
         before = start()
-        llm = LLM(MODEL, tensor_parallel_size=2, **SMALL)
+        llm = LLM(MODEL, tensor_parallel_size=2, recovery="off", **SMALL)
         between = start()
         if os.fork() == 0:
             signal.pause()

@@ -20,7 +20,7 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
 @pytest.mark.parametrize("victim", ["Worker_TP1", "EngineCore_DP0"])
 def test_a_process_that_is_stopped(model_path: Path, victim: str) -> None:
-    with LLM(str(model_path), tensor_parallel_size=2, stall_timeout_s=STALL_S, **SMALL) as llm:
+    with LLM(str(model_path), tensor_parallel_size=2, stall_timeout_s=STALL_S, recovery="off", **SMALL) as llm:
         llm.generate([[5, 6, 7]], LONG)
         pid = next(one.pid for one in llm.processes() if one.name == victim)
         os.kill(pid, signal.SIGSTOP)

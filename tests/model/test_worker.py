@@ -14,6 +14,7 @@ from drumline.config import CacheConfig, SchedulerConfig
 from drumline.errors import ConfigError
 from drumline.plan.sampling import SlotSampling
 from drumline.plan.step import SlotStart, StepOutput, StepPlan, ints, pack
+from drumline.platforms import host
 from tests.model.conftest import engine_config, start_worker
 from tests.model.driver import Driver, Running, prompts
 from tests.model.equality import Tally, check_prompt_logprobs, compare_greedy, compare_sampled, reference_logits
@@ -284,11 +285,29 @@ def test_an_empty_plan_and_a_dummy_batch(tiny: Tiny) -> None:
     assert output is not None
     assert output.tokens == b""
     worker.execute_dummy_batch()
+    worker.runner.run_dummy(8, 5)  # as memory is measured
     worker.check_health()
     worker.shutdown()
     worker.shutdown()
     with pytest.raises(RuntimeError, match="not loaded"):
         worker.execute_dummy_batch()
+
+
+def test_memory_for_a_step_is_there_or_it_says_so(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = start_worker(engine_config(tiny("llama")[0]))
+    costs = worker.step_costs()
+    assert costs.row_bytes >= 4 * worker.spec.vocab_size
+    worker.reserve_memory(256 * costs.row_bytes)
+    with pytest.raises(MemoryError):
+        worker.reserve_memory(1 << 62)
+    monkeypatch.setattr(host, "memory_available", lambda: 1000)
+    worker.reserve_memory(1000)
+    with pytest.raises(MemoryError, match="are left on this machine"):
+        worker.reserve_memory(1001)
+    monkeypatch.setattr(host, "memory_available", lambda: 0)  # unknown: the allocator has the last word
+    with pytest.raises(MemoryError, match="allocate"):
+        worker.reserve_memory(1 << 62)
+    worker.shutdown()
 
 
 def test_a_former_owners_nan_does_not_spread(tiny: Tiny) -> None:

@@ -19,7 +19,6 @@ from drumline.platforms.cuda import (
     _nvml_peers,
     bus_address,
     find_gpus,
-    numa_node,
     parse_smi,
     visible,
 )
@@ -130,14 +129,8 @@ def test_proc(tmp_path: Path) -> None:
     ]
 
 
-def test_numa_node(tmp_path: Path) -> None:
+def test_bus_address() -> None:
     assert bus_address("00000000:3B:00.0") == "0000:3b:00.0"
-    for bus, text in (("0000:3b:00.0", "1\n"), ("0000:3c:00.0", "-1\n")):
-        (tmp_path / bus).mkdir()
-        (tmp_path / bus / "numa_node").write_text(text)
-    assert numa_node("0000:3b:00.0", tmp_path) == 1
-    assert numa_node("0000:3c:00.0", tmp_path) is None
-    assert numa_node("0000:3d:00.0", tmp_path) is None
 
 
 def test_environment_of_workers() -> None:

@@ -81,6 +81,9 @@ def test_kills_for_want_of_memory(machine: Machine, version: str, file: str) -> 
     assert host.oom_kills(machine.root) == 5  # nothing nearer
     machine.file(f"sys/fs/cgroup/{file}", "oom_kill_disable 0\nunder_oom 0\noom_kill 2")
     assert host.oom_kills(machine.root) == 2
+    assert host.oom_killed_since(1, machine.root)
+    assert not host.oom_killed_since(2, machine.root)
+    assert not host.oom_killed_since(None, machine.root)
 
 
 def test_what_else_is_limited(machine: Machine) -> None:

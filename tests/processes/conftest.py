@@ -7,20 +7,35 @@ from pathlib import Path
 
 import pytest
 
-from drumline.processes import EventKind, ForkServer, LogConfig, Member, MemberEvent, ProcessSpec, Supervisor
+from drumline.processes import (
+    EventKind,
+    ForkServer,
+    LogConfig,
+    Member,
+    MemberEvent,
+    OwnChildren,
+    ProcessSpec,
+    Supervisor,
+)
 from tests.processes.targets import TARGETS
 
 
 class House:
     """A fork server, a supervisor and what it told."""
 
-    def __init__(self, folder: Path, preload: tuple[str, ...] = (), rung_s: float = 4.0) -> None:
+    def __init__(
+        self, folder: Path, preload: tuple[str, ...] = (), rung_s: float = 4.0, method: str = "forkserver"
+    ) -> None:
         self.events: queue.Queue[MemberEvent] = queue.Queue()
         self.log = LogConfig.create(dir=str(folder), console_fd=-1)
-        self.server = ForkServer.start(preload, log=self.log)
+        self.method = method
+        own = method in ("spawn", "fork")
+        self.server = OwnChildren(method, self.log) if own else ForkServer.start(preload, log=self.log)
         self.supervisor = Supervisor(self.server, self.events.put, rung_s=rung_s)
 
     def spawn(self, target: str, payload: bytes = b"", role: str = "Worker_0", **spec: object) -> Member:
+        if self.method == "plain":
+            spec["fresh"] = True
         member = self.server.spawn(
             ProcessSpec(role=role, target=f"{TARGETS}:{target}", payload=payload, **spec)  # type: ignore[arg-type]
         )

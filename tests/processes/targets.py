@@ -134,6 +134,15 @@ def progress(context: ChildContext, payload: bytes) -> None:
     context.wait_stop(DEADLINE_S)
 
 
+def words(context: ChildContext, payload: bytes) -> None:
+    """Tell the owner every 50 ms, as often as payload says, how those get on that it waits for; then ready."""
+    for _ in range(int(payload)):
+        context.send(b"they get on")
+        time.sleep(0.05)
+    context.ready()
+    context.wait_stop(DEADLINE_S)
+
+
 def stubborn(context: ChildContext, payload: bytes) -> None:
     """Does not end however it is asked."""
     context.ready()

@@ -184,6 +184,7 @@ events = st.one_of(
     st.builds(c.Born, keys, st.integers(2, 5)),
     st.builds(c.Named, keys, st.just("Worker"), st.integers(2, 5), st.just("")),
     st.builds(c.Progressed, keys, st.just("load")),
+    st.builds(c.Spoke, keys),
     st.builds(c.BecameReady, keys, st.just(b"")),
     st.builds(c.ToldFailure, keys, st.builds(failure, st.sampled_from(["a", "b"]), walls)),
     st.builds(c.ConnectionEnded, keys, walls),
@@ -223,3 +224,14 @@ def test_any_order_of_events(story: list[tuple[c.Event, float]], told: bool) -> 
     for gone in run.told(c.TellGone):
         in_failure = gone.key in failed
         assert (gone.report is not None) >= in_failure, "part of a failure, but without a report"
+
+
+def test_words_of_a_member_are_progress() -> None:
+    run = Run()
+    run.start(ready=False)
+    run.wait(5.0)
+    assert run.core.last_progress == 100.0
+    run(c.Spoke(1))
+    assert run.core.last_progress == 105.0
+    run(c.Spoke(7))  # of nobody
+    assert not run.out

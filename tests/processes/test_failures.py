@@ -13,6 +13,8 @@ import pytest
 
 from drumline.errors import DrumlineError, StartupError
 from drumline.processes import EventKind, ForkServer, MemberEvent, ProcessSpec, State, Supervisor
+from tests.chaos.preload.sitecustomize import NUMBERS
+from tests.chaos.tree import PRELOAD
 from tests.processes.conftest import House
 from tests.processes.targets import TARGETS
 
@@ -111,6 +113,62 @@ def test_no_progress_names_who_and_where(house: House) -> None:
     assert "most recent call first" in caught.value.report.stacks
     assert Path(caught.value.report.stacks_file).read_text() == caught.value.report.stacks
     assert member.state is State.GONE
+
+
+def test_no_progress_names_the_one_that_is_stopped(house: House) -> None:
+    """Others wait for it; nobody else could tell, so it gets no longer either."""
+    members = [house.spawn("progress", b"1 stuck", role=f"Worker_{rank}", rank=rank) for rank in range(3)]
+    for _ in members:
+        house.event(EventKind.PHASE)
+    os.kill(members[1].pid, signal.SIGSTOP)
+    with pytest.raises(StartupError) as caught:
+        house.supervisor.wait_all_ready(members[1:], 1.0, deputies_s=60.0)
+    assert (caught.value.report.role, caught.value.report.pid) == ("Worker_1", members[1].pid)
+    assert f"(pid {members[1].pid}, state T" in str(caught.value)
+
+
+def test_no_progress_names_a_stopped_fork_server(house: House) -> None:
+    os.kill(house.server.pid, signal.SIGSTOP)
+    member = house.spawn("serve")
+    with pytest.raises(StartupError) as caught:
+        house.supervisor.wait_all_ready([member], 1.0, deputies_s=60.0)
+    assert (caught.value.report.role, caught.value.report.pid) == ("ForkServer", house.server.pid)
+    assert f"(pid {house.server.pid}, state T)" in str(caught.value)
+
+
+def test_what_it_tells_of_others_is_progress(house: House) -> None:
+    """An engine core whose workers load for longer than the limit, and get on."""
+    member = house.spawn("words", b"60")
+    house.event(EventKind.MESSAGE)
+    start = time.monotonic()
+    house.supervisor.wait_all_ready([member], no_progress_timeout=1.5)
+    assert time.monotonic() - start > 2.0
+
+
+def test_a_fork_server_that_fails_says_why(make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its children die with it, and their owner hears of the exception, not only of an exit code."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([PRELOAD, os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("CHAOS_FAULTS", "1")
+    house = make_house()
+    member = house.spawn("serve")
+    house.ready(member)
+    os.kill(house.server.pid, NUMBERS["raise"])
+    report = house.event(EventKind.FAILURE).report
+    assert report is not None
+    assert (report.role, report.pid, report.phase) == ("ForkServer", house.server.pid, "ready")
+    assert report.headline().endswith("raised sitecustomize.InjectedError: a fault of the test while ready")
+    assert "in _turn" in report.traceback
+    house.supervisor.shutdown()
+    assert member.state is State.GONE
+
+
+def test_a_deputy_has_longer(house: House) -> None:
+    member = house.spawn("progress", b"1 stuck")
+    house.event(EventKind.PHASE)
+    start = time.monotonic()
+    with pytest.raises(StartupError, match="no progress"):
+        house.supervisor.wait_all_ready([member], 0.2, deputies_s=1.0)
+    assert time.monotonic() - start > 1.0
 
 
 def test_sigterm_from_outside_ends_a_child_and_is_told(house: House) -> None:

@@ -39,7 +39,10 @@ def test_an_exception_that_carries_a_report_keeps_it() -> None:
 
 
 def test_a_memory_error_is_out_of_memory() -> None:
-    assert make_report(raised(MemoryError("no")), role="Worker").what == "oom"
+    made = make_report(raised(MemoryError("no")), role="Worker", phase="load_model")
+    assert made.what == "oom"
+    assert made.headline().endswith("ran out of memory: MemoryError: no during load_model")
+    assert make_report(raised(MemoryError()), role="Worker").headline().endswith("ran out of memory: MemoryError")
 
 
 def test_a_huge_traceback_is_cut_in_the_middle() -> None:
@@ -73,6 +76,8 @@ def test_the_same_failure_is_folded_once() -> None:
 def test_out_of_memory_kill_says_so() -> None:
     made = exit_report(role="Worker", rank=0, pid=3, phase="load_model", code=None, signal=9, oom=True)
     assert made.what == "oom"
+    said = "Worker rank 0 (pid 3) was killed by the kernel for want of memory (SIGKILL) during load_model"
+    assert made.headline() == said
     assert "out-of-memory killer" in made.text()
 
 

@@ -106,13 +106,13 @@ class Serve:
     def state(self) -> dict[str, Any]:
         return self.request("GET", "/startupz")[1]
 
-    def ready(self) -> Serve:
+    def ready(self, timeout_s: float = 90) -> Serve:
         def check() -> bool:
             if self.process.poll() is not None:
                 raise AssertionError(f"ended early:\n{self.text}")
             return self.request("GET", "/readyz")[0] == 200
 
-        wait_for(check, 90, "ready server")
+        wait_for(check, timeout_s, "ready server")
         return self
 
     def pid(self, name: str) -> int:

@@ -21,6 +21,8 @@ from drumline.transport import BroadcastQueue, CodecRegistry, Doorbell, QueueWri
 
 from .procs import Child, children
 
+pytestmark = pytest.mark.usefixtures("way")
+
 
 def soon(seconds: float = 30.0) -> float:
     return time.monotonic() + seconds

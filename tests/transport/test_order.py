@@ -21,6 +21,8 @@ from drumline.transport.ring import Part
 
 from .procs import children
 
+pytestmark = pytest.mark.usefixtures("way")
+
 COUNT = 150
 
 
@@ -33,6 +35,9 @@ class Swapped(RingWriter):
     """Publishes each record before it writes it."""
 
     pause_s = 0.0
+
+    def sender(self, bells: Sequence[Doorbell]) -> None:
+        """Machine code writes in the right order."""
 
     def try_write(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due: int = 0) -> bool:
         if not buffers and self.has_room(1):

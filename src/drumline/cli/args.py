@@ -23,6 +23,7 @@ from drumline.config import (
     LOG_LEVELS,
     MODEL_IMPLS,
     POLICIES,
+    START_METHODS,
     SWITCH,
     CacheConfig,
     EngineConfig,
@@ -183,8 +184,19 @@ GROUPS: dict[str, list[Flag]] = {
     "processes": [
         _flag("--worker-cls", "process.worker_cls", "worker class by its dotted name", metavar="NAME"),
         _flag("--worker-extension-cls", "process.worker_extension_cls", "class mixed into it", metavar="NAME"),
+        _flag(
+            "--worker-start-method",
+            "process.worker_start_method",
+            "how workers are made",
+            choices=("auto", *START_METHODS),
+        ),
         _flag("--threads-per-worker", "process.threads_per_worker", "compute threads", count, metavar="N"),
         _flag("--cpu-bind", "process.cpu_bind", "cores of its own for each CPU worker", None),
+        _flag("--numa-bind", "process.numa_bind", "on the CPUs and memory near their devices", None),
+        _flag(
+            "--numa-bind-nodes", "process.numa_bind_nodes", "node of each worker", count, several=True, metavar="NODE"
+        ),
+        _flag("--numa-bind-cpus", "process.numa_bind_cpus", "CPUs of each (0-3,8)", several=True, metavar="CPUS"),
         _flag("--mq-slots", "process.mq_slots", "slots of the ring for plans", count, metavar="N"),
         _flag("--mq-slot-bytes", "process.mq_slot_bytes", "size of one (64KiB)", size, metavar="N"),
         _flag("--mq-answer-slots", "process.mq_answer_slots", "slots of each ring for answers", count, metavar="N"),
@@ -224,7 +236,7 @@ GROUPS: dict[str, list[Flag]] = {
     ],
 }
 
-LATER_SWITCHES = ("--headless", "--numa-bind", "--data-parallel-hybrid-lb", "--data-parallel-external-lb")
+LATER_SWITCHES = ("--headless", "--data-parallel-hybrid-lb", "--data-parallel-external-lb")
 LATER_VALUES = (
     "--data-parallel-address",
     "--data-parallel-rpc-port",
@@ -308,7 +320,7 @@ def _add(group: Any, flag: Flag) -> None:
         # Not a list of words: the next one may be MODEL.
         group.add_argument(*flag.names, action="append", metavar=flag.metavar, **more)
     elif flag.several:
-        group.add_argument(*flag.names, nargs="+", action="extend", metavar=flag.metavar, **more)
+        group.add_argument(*flag.names, type=flag.parse, nargs="+", action="extend", metavar=flag.metavar, **more)
     else:
         group.add_argument(*flag.names, type=flag.parse, choices=flag.choices, metavar=flag.metavar, **more)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ SUBCOMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
+    global _began
+    _began = time.monotonic()
     before = _quiet_interrupt()
     _open_standard_descriptors()
     given = list(sys.argv[1:] if argv is None else argv)
@@ -40,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, before)
 
 
+_began = 0.0
+"""time.monotonic() when the command began, its interpreter started."""
 _INTERRUPTED = 130  # ExitCode.INTERRUPTED, which is not imported yet
 
 
@@ -151,7 +156,7 @@ def _serve_on_console(argv: Sequence[str]) -> int:
     refuse_unbuilt(namespace, config, server)
     from drumline.server.run import serve
 
-    return serve(config, server)
+    return serve(config, server, _began)
 
 
 def _chat(argv: Sequence[str]) -> int:

@@ -13,12 +13,15 @@ from drumline.engine.protocol import EngineRequest
 from drumline.engine.queue import Request
 from drumline.errors import RequestError
 from drumline.plan.choices import DeadEnds, check_choice
-from drumline.plan.sampling import SlotSampling
+from drumline.plan.memory import Extra
+from drumline.plan.sampling import MAX_LOGPROBS, SlotSampling
 
 MAX_SCORED = 256
 """Prompt tokens whose log-probabilities one plan computes: each takes a row of logits over the whole vocabulary."""
 MAX_SCORED_VALUES = 1 << 20
 """Log-probabilities of prompt tokens that the answer to one plan has, unless a single token has more."""
+ORDINARY_LOGPROBS = MAX_LOGPROBS
+"""Likely tokens that any request may ask for at each output token."""
 MAX_START_BYTES = 1 << 20
 """Bytes of requests that one plan tells the workers of, unless a single one has more: what it says about a cached
 prompt costs no tokens, but must fit into a message (``engine.rings``)."""
@@ -66,6 +69,15 @@ class Limits:
 def score_cost(sampling: SlotSampling) -> int:
     """What log-probabilities of one prompt token take of MAX_SCORED_VALUES."""
     return min(max(sampling.prompt_logprobs + 1, MAX_SCORED_VALUES // MAX_SCORED), MAX_SCORED_VALUES)
+
+
+def extra_of(num_prompt: int, sampling: SlotSampling) -> Extra:
+    """What a request may ask of a step beyond an ordinary one."""
+    rows = prompt_values = 0
+    if sampling.prompt_logprobs >= 0:
+        rows = min(max(num_prompt - 1, 0), max(MAX_SCORED_VALUES // score_cost(sampling), 1))
+        prompt_values = rows * (sampling.prompt_logprobs + 1)
+    return Extra(rows=rows, prompt_values=prompt_values, values=max(sampling.logprobs - ORDINARY_LOGPROBS, 0))
 
 
 def make_request(
@@ -132,6 +144,7 @@ def make_request(
         max_length=max_length,
         sampling=slot_sampling,
         sampling_bytes=len(msgspec.msgpack.encode(slot_sampling)),
+        extra=extra_of(len(prompt), slot_sampling),
         end_tokens=frozenset(() if sampling.ignore_eos else request.eos_token_ids),
         stop_tokens=frozenset(sampling.stop_token_ids or ()),
         prompt_logprobs=[] if scored else None,

@@ -20,6 +20,7 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,16 +53,22 @@ _SHARED_POLL_S = 0.05
 """While several threads wait."""
 
 
-class _Client:
+class EngineClient:
     """What both clients share: processes, channel, last stats."""
 
     def __init__(self, config: EngineConfig, *, role: str) -> None:
         self.config = config
-        self._processes = EngineProcesses(config, role=role, on_failure=self._on_failure, waits=self._waits)
+        self._role = role
+        self._processes = self._make_processes()
+        self.recoveries: Recoveries | None = None
+        """See ``engine.recovering``."""
         self._channel: FrontChannel | None = None
         self._info: EngineInfo | None = None
         self._stats = EngineStats()
         self._call_ids = itertools.count(1)
+
+    def _make_processes(self, before: EngineProcesses | None = None) -> EngineProcesses:
+        return EngineProcesses(self.config, role=self._role, on_failure=self._on_failure, waits=self._waits)
 
     @property
     def info(self) -> EngineInfo | None:
@@ -91,9 +98,16 @@ class _Client:
         """All processes of this engine, this one included. Useful during the start too."""
         return self._processes.processes()
 
+    def start_seconds(self) -> dict[str, float]:
+        """Seconds of the last start by phase (``engine.starts``), once it is ready; they add up to all of it."""
+        return self._processes.start_seconds()
+
     def stats(self) -> EngineStats:
         """Of the last step."""
         return self._stats
+
+    def renounce_recovery(self, why: str) -> None:
+        """The next death is final, as every death is here; ``why`` in words for the log."""
 
     def _on_failure(self, report: FailureReport) -> None:
         raise NotImplementedError
@@ -126,18 +140,28 @@ class _Client:
         return self._channel
 
 
-class SyncEngineClient(_Client):
+class SyncEngineClient(EngineClient):
     """An engine for plain programs. Methods may be called from any thread; ``poll`` by one at a time.
 
     What the engine does not take at once goes out with the next call.
+
+    ctrl-C raises KeyboardInterrupt between any two instructions of the main thread. Nearly always that is while it
+    waits, which does no harm. In the middle of a message it does: the rest of the stream cannot be read any more. Then
+    the engine is given up (and started again, with recovery). Rejected: a signal handler of our own, which belongs to
+    the program; a thread that reads, which costs each step a switch.
     """
 
     def __init__(self, config: EngineConfig, *, role: str = "LLM") -> None:
         super().__init__(config, role=role)
-        self._lock = threading.Lock()
+        # One that its thread may take twice: a garbage collection in here may be what ends this client.
+        self._lock = threading.RLock()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._outputs: list[RequestOutput] = []
-        self._results: dict[int, UtilityResult] = {}
+        self._results: dict[int, UtilityResult | FailureReport] = {}
+        """Of calls: what they gave, or what the engine died of meanwhile."""
+        self._torn = False
+        """Somebody is at a message, or was interrupted there."""
+        self._received: deque[EngineOutputs | UtilityResult] = deque()
         self._waiting_threads = 0
         self._waiting_calls: set[int] = set()
         self._closed = False
@@ -148,11 +172,15 @@ class SyncEngineClient(_Client):
 
     def add(self, request: EngineRequest) -> None:
         """Send a request. EngineDeadError."""
-        self._send(request)
+        with self._lock:
+            self._give_up_torn()
+            self._submit(request)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; outputs that are on their way may still come. EngineDeadError."""
-        self._send(Abort(request_ids=list(request_ids)))
+        with self._lock:
+            self._give_up_torn()
+            self._withdraw(request_ids)
 
     def poll(self, timeout: float | None = None) -> list[RequestOutput]:
         """Outputs that have come; waits for the first up to ``timeout`` seconds (None: until there is one).
@@ -169,12 +197,18 @@ class SyncEngineClient(_Client):
         call_id = next(self._call_ids)
         self._waiting_calls.add(call_id)
         try:
-            self._send(UtilityCall(call_id=call_id, method=method, args=list(args)))
+            with self._lock:
+                self._give_up_torn()
+                self._send(UtilityCall(call_id=call_id, method=method, args=list(args)))
             if not self._wait(lambda: call_id in self._results, timeout):
                 raise RPCTimeoutError(f"RPC call to {method} timed out.")
-            return result_value(self._results.pop(call_id))
+            result = self._results[call_id]
+            if isinstance(result, FailureReport):
+                raise EngineDeadError(result)
+            return result_value(result)
         finally:
             self._waiting_calls.discard(call_id)
+            self._results.pop(call_id, None)
 
     def shutdown(self) -> None:
         """End all processes (ladder). Idempotent."""
@@ -183,7 +217,7 @@ class SyncEngineClient(_Client):
             if self._closed:
                 return
             self._closed = True
-            os.eventfd_write(self._wake, 1)  # whoever polls now finds that it is over
+            self._ring()  # whoever polls now finds that it is over
             if self._channel is not None:
                 self._channel.close()
             os.close(self._wake)
@@ -195,12 +229,50 @@ class SyncEngineClient(_Client):
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
+    # the lock is held
+
+    def _submit(self, request: EngineRequest) -> None:
+        self._send(request)
+
+    def _withdraw(self, request_ids: Sequence[str]) -> None:
+        self._send(Abort(request_ids=list(request_ids)))
+
+    def _note(self, output: RequestOutput) -> None:
+        """Called with each output that comes."""
+
+    def _open_channel(self) -> FrontChannel | None:
+        """What to listen to; None: nothing for now, but there will be. EngineDeadError."""
+        return self._ready_channel()
+
     def _send(self, message: EngineRequest | Abort | UtilityCall) -> None:
-        with self._lock:
-            channel = self._ready_channel()
-            channel.send(message)
-            if channel.waiting and self._waiting_threads:  # it waits for room from now on
-                os.eventfd_write(self._wake, 1)
+        channel = self._ready_channel()
+        data = channel.encode(message)
+        if self._torn:
+            return  # as if the engine were gone, which it soon is
+        self._torn = True
+        channel.send_encoded(data)
+        self._torn = False
+        if channel.waiting and self._waiting_threads:  # it waits for room from now on
+            self._ring()
+
+    def _give_up_torn(self) -> None:
+        """The engine, if somebody was interrupted at a message. In a thread, which no further interrupt reaches."""
+        if self._torn and self._processes.failure is None:
+            said = "this process was interrupted in the middle of a message from or to the engine core"
+            report = FailureReport(role=self._role, pid=os.getpid(), phase="serving", type="Interrupted", message=said)
+            threading.Thread(target=self._processes.give_up, args=(report,), name="drumline-torn", daemon=True).start()
+
+    def _lose_calls(self, report: FailureReport) -> None:
+        """The engine died: nobody answers the calls that wait."""
+        for call_id in self._waiting_calls:
+            self._results.setdefault(call_id, report)
+
+    def _ring(self) -> None:
+        """Wake whoever waits."""
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+
+    # waiting
 
     def _wait(self, enough: Callable[[], bool], timeout: float | None) -> bool:
         """Take in what comes until ``enough()``; False after ``timeout`` seconds.
@@ -211,8 +283,8 @@ class SyncEngineClient(_Client):
         with self._lock:
             self._waiting_threads += 1
             self._processes.expect()
-            if self._waiting_threads > 1 and self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
+            if self._waiting_threads > 1:
+                self._ring()
         try:
             return self._wait_turns(enough, deadline_after(timeout))
         finally:
@@ -222,14 +294,16 @@ class SyncEngineClient(_Client):
     def _wait_turns(self, enough: Callable[[], bool], deadline: float | None) -> bool:
         while True:
             with self._lock:
-                channel = self._ready_channel()
-                self._take_in(channel)
+                self._give_up_torn()
+                channel = self._open_channel()
+                if channel is not None:
+                    self._take_in(channel)
                 if enough():
                     return True
                 wake = self._wake
                 poller = select.poll()
                 poller.register(wake, select.POLLIN)
-                if not channel.ended:
+                if channel is not None and not channel.ended:
                     poller.register(channel.fd, select.POLLIN | (select.POLLOUT if channel.waiting else 0))
                 longest = _LONGEST_POLL_S if self._waiting_threads == 1 else _SHARED_POLL_S
             left = None if deadline is None else deadline - time.monotonic()
@@ -242,24 +316,32 @@ class SyncEngineClient(_Client):
                 pass  # nothing was written, or it was shut down: then the next turn raises
 
     def _take_in(self, channel: FrontChannel) -> None:
-        channel.flush()
-        for message in channel.receive():
+        """What has come. A message counts as taken once it is: one that is taken again does no harm."""
+        if not self._torn:
+            self._torn = True
+            channel.flush()
+            self._received += channel.receive()
+            self._torn = False
+        while self._received:
+            message = self._received[0]
             if isinstance(message, EngineOutputs):
                 self._stats = message.stats
-                self._outputs += message.outputs
+                for output in message.outputs:
+                    self._outputs.append(output)
+                    self._note(output)
             elif message.call_id in self._waiting_calls:
                 self._results[message.call_id] = message
+            self._received.popleft()
 
     def _waits(self) -> bool:
         return self._waiting_threads > 0
 
     def _on_failure(self, report: FailureReport) -> None:
         with self._lock:
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
+            self._ring()
 
 
-class AsyncEngineClient(_Client):
+class AsyncEngineClient(EngineClient):
     """An engine for one asyncio loop (``engine.protocol.AsyncEngine``)."""
 
     def __init__(self, config: EngineConfig, *, role: str = "APIServer_0") -> None:
@@ -269,8 +351,6 @@ class AsyncEngineClient(_Client):
         self._calls: dict[int, asyncio.Future[UtilityResult]] = {}
         self._dead: asyncio.Event = asyncio.Event()
         self._watched_fd = -1
-        self.recoveries: Recoveries | None = None
-        """See ``engine.recovering``."""
 
     async def start(self) -> EngineInfo:
         """Start all processes. StartupError if one fails; whatever did start is ended then."""
@@ -383,10 +463,12 @@ class AsyncEngineClient(_Client):
             if not stream.finished:
                 self._drop(stream.request_id)
 
-    def _end_stream(self, request_id: str, reason: str, message: str = "") -> None:
+    def _end_stream(
+        self, request_id: str, reason: str, message: str = "", stop_reason: int | str | None = None
+    ) -> None:
         """End a request on this side, if it is there."""
         if (stream := self._streams.get(request_id)) is not None:
-            stream.end(request_id, reason, message)
+            stream.end(request_id, reason, message, stop_reason)
             if isinstance(stream, _PushStream):
                 stream.resume()
 

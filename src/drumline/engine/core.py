@@ -47,14 +47,24 @@ from drumline.engine.protocol import (
     UtilityResult,
 )
 from drumline.engine.scheduler import Scheduler
-from drumline.errors import DrumlineError, ExecutorFailedError, FailureReport, RequestError, RPCTimeoutError
+from drumline.errors import (
+    DrumlineError,
+    ExecutorFailedError,
+    FailureReport,
+    RequestError,
+    RPCTimeoutError,
+    WorkerCallError,
+)
 from drumline.executor.base import Executor
 from drumline.plan.step import StepOutput
 from drumline.processes.reports import make_report
 from drumline.transport import Waiter
+from drumline.worker.garbage import Garbage
 
 log = logging.getLogger(__name__)
 
+MEMORY_ERRORS = ("MemoryError", "OutOfMemoryError")
+"""What workers raise that do not have the memory they are asked for: Python's, numpy's and torch's."""
 CALLER_SLACK_S = 10.0
 """A call of the front end ends here so much later than there."""
 
@@ -153,6 +163,8 @@ class EngineCore:
         self._depth = 1 if self._steps_here else executor.max_concurrent_batches
         self._flights: deque[_Flight] = deque()
         self._calls: list[tuple[int, str, Future]] = []
+        self._reserving: tuple[str, int, Future] | None = None
+        """A request that waits for memory, the bytes, and what the workers say of it."""
         self._unsent: list[RequestOutput] = []
         self._tell_stats = False
         self._arrivals: dict[str, float] = {}
@@ -162,6 +174,7 @@ class EngineCore:
         self._phases = _Phases()
         self._step_tokens = [0] * (len(STEP_TOKENS) + 1)
         self._tokens = 0
+        self.garbage = Garbage()
         self.turns = 0
         """Of the loop so far; and where it is: ``waiting``, ``step`` (in this thread), ``busy``."""
         self.where = "busy"
@@ -219,6 +232,7 @@ class EngineCore:
     def _wait(self) -> None:
         """Sleep until there is something to do."""
         self.where = "waiting"
+        self.garbage.between_steps()
         if not self._flights:
             while self._steps_here and self._something_to_do() is None and self._executor.while_idle():
                 pass
@@ -240,6 +254,8 @@ class EngineCore:
             return True
         if self._flights and self._flights[0].future.done():
             return True
+        if self._reserving is not None and self._reserving[2].done():
+            return True
         return any(future.done() for _, _, future in self._calls) or None
 
     # the step
@@ -252,6 +268,8 @@ class EngineCore:
         plan = self._scheduler.schedule()
         made = perf_counter()
         self._phases.schedule += made - began
+        if (wanted := self._scheduler.wanted) is not None and self._reserving is None:
+            self._reserve(*wanted)
         if plan is None:
             return False
         tokens = sum(memoryview(plan.num_tokens).cast("i"))
@@ -270,8 +288,29 @@ class EngineCore:
         self._flights.append(_Flight(plan.step, future, plan.defer_sampling))
         return True
 
+    def _reserve(self, request_id: str, nbytes: int) -> None:
+        """Ask the workers for the memory that a request waits for (``plan.memory``)."""
+        future: Future = self._executor.collective_rpc("reserve_memory", (nbytes,), non_block=True)
+        self._reserving = request_id, nbytes, future
+
+    def _take_reserved(self) -> None:
+        """Tell the scheduler what they say, once they have."""
+        if self._reserving is None or not self._reserving[2].done():
+            return
+        (request_id, nbytes, future), self._reserving = self._reserving, None
+        try:
+            future.result(0.0)
+        except WorkerCallError as error:
+            if error.type_name.rpartition(".")[2] not in MEMORY_ERRORS:
+                raise
+            log.warning("request %s waits for %d bytes that are not there: %s", request_id, nbytes, error.message)
+            self._unsent += self._scheduler.deny(request_id, f"{error.report.role}: {error.message}")
+        else:
+            self._scheduler.grant(request_id, nbytes)
+
     def _take_answers(self) -> None:
         """Update the scheduler with the answers that have come, oldest first; answer calls that have ended."""
+        self._take_reserved()
         while self._flights:
             flight = self._flights[0]
             if not flight.future.done() and not self._overdue(flight):

@@ -51,8 +51,16 @@ class FrontChannel:
         """The engine core is gone, and all that it said was received: do not watch :attr:`fd` any more."""
         return self._frames.eof
 
-    def send(self, message: EngineRequest | Abort | UtilityCall) -> None:
+    def encode(self, message: EngineRequest | Abort | UtilityCall) -> bytes:
+        """What :meth:`send_encoded` takes."""
+        return self._encoder.encode(message)
+
+    def send_encoded(self, data: bytes) -> None:
         """Send, or keep it. If the engine core is gone this does nothing: whoever watches it tells everyone."""
+        self._frames.send(data)
+
+    def send(self, message: EngineRequest | Abort | UtilityCall) -> None:
+        """Both at once."""
         self._frames.send(self._encoder.encode(message))
 
     def flush(self) -> None:
@@ -97,7 +105,7 @@ class Stream:
             merge(self._pending, output)
         self.finished = self.finished or output.finish_reason is not None
 
-    def end(self, request_id: str, reason: str, message: str = "") -> None:
+    def end(self, request_id: str, reason: str, message: str = "", stop_reason: int | str | None = None) -> None:
         """Put in a last output of the front end's own making."""
         if not self.finished:
             self.put(
@@ -106,6 +114,7 @@ class Stream:
                     first_index=self._next_index,
                     token_ids=[],
                     finish_reason=reason,
+                    stop_reason=stop_reason,
                     message=message,
                 )
             )

@@ -32,10 +32,13 @@ from drumline.engine.protocol import (
     Stalling,
     ToFront,
 )
+from drumline.engine.starts import StartMarks
 from drumline.errors import ChannelClosedError, EngineDeadError, FailureReport, StartupError
 from drumline.executor import Executor
 from drumline.model.spec import preload_modules, read_spec
+from drumline.parallel.layout import device_index
 from drumline.platforms import resolve_platform
+from drumline.platforms.numa import Place, union
 from drumline.processes import (
     EventKind,
     ForkServer,
@@ -46,10 +49,12 @@ from drumline.processes import (
     State,
     Supervisor,
     engine_core_name,
+    without_outer_job,
 )
 from drumline.processes.linux import STATES, cpu_ticks, process_state
 from drumline.processes.live import LiveReport, innermost, look_at, own_stacks
 from drumline.processes.reports import span
+from drumline.processes.start_methods import asked_for, cluster_environment
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +64,6 @@ HANG_WAIT_S = 1.2
 """The same if it hangs, or seems to: its thread may still answer."""
 CORE_SLACK_S = 0.5
 """What the engine core has, after its workers have ended or been killed, to end itself."""
-
-_START_PHASES = (
-    ("fork server", "fork server: ready"),
-    ("engine core", "starting workers"),
-    ("workers, model", "KV cache"),
-    ("KV cache, warm-up", "ready"),
-)
-"""Name of each phase of a start, and the mark that ends it."""
 
 
 class EngineProcesses:
@@ -106,8 +103,8 @@ class EngineProcesses:
         self._supervisor: Supervisor | None = None
         self._core: Member | None = None
         self._workers: dict[int, ProcessState] = {}
-        self._marks: dict[str, float] = {}
-        """time.monotonic() of the first moment of each phase."""
+        self._marks = StartMarks()
+        """In time.monotonic()."""
         self._lock = threading.Lock()
         self._stopping = False
         self._stopped = threading.Event()
@@ -123,9 +120,12 @@ class EngineProcesses:
     def start(self, door: int) -> None:
         """Start fork server and engine core; returns before they have done anything. ConfigError if that is known to
         be in vain. ``door``: descriptor that leads the engine core to the front end's socket."""
-        self._marks["start"] = time.monotonic()
+        self._marks.mark("start", time.monotonic())
         process = self.config.process
-        preload = process.preload or preload_of(self.config)
+        place = core_place(self.config)
+        # Under ``fork`` workers are copies of the engine core, and that comes from the fork server as ever.
+        executed = asked_for(process.worker_start_method, os.environ) in ("spawn", "plain")
+        preload = () if executed else process.preload or preload_of(self.config)
         level = process.log_level
         with self._lock:
             if self._stopping:
@@ -133,7 +133,8 @@ class EngineProcesses:
             if self._forkserver is None:
                 logs = LogConfig.create(level=level, dir=self._log_dir)
                 self._log_dir = logs.dir
-                self._forkserver = ForkServer.start(preload, log=logs, role=self._role)
+                env = {**without_outer_job(os.environ), **cluster_environment()}
+                self._forkserver = ForkServer.start(preload, env, logs, role=self._role)
             ladder_s = process.stop_timeout_s + process.terminate_timeout_s
             # The engine core climbs that ladder with its workers, so it gets longer before it is killed itself.
             self._supervisor = Supervisor(
@@ -147,6 +148,9 @@ class EngineProcesses:
                     threads=core_threads(self.config),
                     fds=(door,),
                     forkserver_access=True,
+                    fresh=executed,
+                    cpus=place.cpus,
+                    numa_node=place.node,
                 )
             )
             self._supervisor.add(self._core)
@@ -157,8 +161,7 @@ class EngineProcesses:
         assert supervisor is not None
         assert core is not None
         try:
-            # the engine core has the same limit for its workers and knows better who is late, so ours is longer
-            supervisor.wait_all_ready([core], self.config.process.start_timeout_s + 10.0)
+            supervisor.wait_all_ready([core], self.config.process.start_timeout_s, deputies_s=10.0)
         except StartupError as error:
             self._note_failure(error.report)
             self.shutdown()
@@ -168,7 +171,7 @@ class EngineProcesses:
                 raise self._stopped_error()
             self._start_watch(core)
         self._phase = "ready"
-        self._marks["ready"] = time.monotonic()
+        self._marks.mark("ready", time.monotonic())
         return msgspec.msgpack.decode(core.info, type=EngineInfo)
 
     # The engine core itself: see core_watch.py.
@@ -249,12 +252,7 @@ class EngineProcesses:
 
     def start_seconds(self) -> dict[str, float]:
         """Seconds of the start by phase, once it is ready. They add up to the whole."""
-        found: dict[str, float] = {}
-        before = self._marks["start"]
-        for name, mark in _START_PHASES:
-            if mark in self._marks:
-                found[name], before = self._marks[mark] - before, self._marks[mark]
-        return found
+        return self._marks.seconds()
 
     def live_report(self, cause: str, wait_s: float = LIVE_WAIT_S) -> LiveReport:
         """What every process is doing. Blocks for up to ``wait_s`` and a second more; any thread."""
@@ -357,14 +355,17 @@ class EngineProcesses:
             self._on_word(self._decode(event.data))
         elif event.kind is EventKind.PHASE:
             phase = event.phase if event.member is not None else f"fork server: {event.phase}"
-            self._marks.setdefault(phase, time.monotonic())
+            self._marks.mark(phase, time.monotonic())
         elif event.kind is EventKind.FAILURE and event.report is not None:
             self._note_failure(event.report)
 
     def _on_word(self, message: ToFront) -> None:
         match message:
             case ProcessState():
-                self._workers[message.rank or 0] = message
+                rank = message.rank or 0
+                self._workers[rank] = message
+                if message.phase != "ready":  # the engine is, later
+                    self._marks.mark_rank(rank, message.phase, time.monotonic())
             case Stalling():
                 self._ranks_stall = message.text
             case Beat():
@@ -374,6 +375,10 @@ class EngineProcesses:
                 with self._answered:
                     self._answer = message
                     self._answered.notify_all()
+
+    def give_up(self, report: FailureReport) -> None:
+        """The engine is of no use to its client any more: end it as if it had died of this."""
+        self._note_failure(report)
 
     def _note_failure(self, report: FailureReport) -> None:
         with self._lock:
@@ -400,7 +405,19 @@ def preload_of(config: EngineConfig) -> tuple[str, ...]:
     own = config.process.worker_cls != "auto"
     workers = ("torch",) if own else preload_modules(read_spec(config.model.path))
     kernels = () if own or resolve_platform(config.platform).device_type != "cpu" else (KERNELS,)
-    return (*workers, "drumline.engine.main", "drumline.worker.main", *kernels)
+    return (*workers, "drumline.engine.main", "drumline.worker.main", "drumline.transport.compiled", *kernels)
+
+
+def core_place(config: EngineConfig) -> Place:
+    """Where the engine core belongs: near its workers; it may have their CPUs, since it waits while they compute."""
+    process, parallel = config.process, config.parallel
+    if not process.numa:
+        return Place()
+    platform = resolve_platform(config.platform)
+    alone = Executor.get_class(config).worker_in_process  # else the executor says what is wrong
+    places = platform.numa_places(process, platform.device_table(), parallel.local_devices, warn=alone)
+    first = device_index(parallel, 0)
+    return union(places[first : first + parallel.local_world_size])
 
 
 def core_threads(config: EngineConfig) -> int:

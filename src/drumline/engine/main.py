@@ -12,7 +12,6 @@ A failure goes over the control connection (``child.fail``), never over the chan
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import pickle
@@ -45,10 +44,12 @@ from drumline.errors import ChannelClosedError, ExecutorFailedError, ExitCode, F
 from drumline.executor import Executor, WorkerState
 from drumline.model.spec import ModelSpec, read_spec
 from drumline.plan.kv import KVSpec
+from drumline.plan.memory import StepCosts
 from drumline.processes import ChildContext
 from drumline.processes.live import LiveReport
 from drumline.processes.messages import encode
 from drumline.transport import Waiter
+from drumline.worker.wrapper import step_costs
 
 log = logging.getLogger(__name__)
 
@@ -91,12 +92,7 @@ class EngineProcess:
         executor.register_failure_callback(self._end_if_stuck)
         executor.register_stall_callback(lambda text: self._tell(Stalling(text)))
         self._child.listen(lambda data: self._on_word(data, executor, core))
-        # what was made so far lives as long as the process: collections need not look at it again
-        gc.collect()
-        gc.freeze()
-        # A step of 256 rows makes 512 outputs and frees them: with Python's own thresholds that alone is a collection
-        # every other step. Nothing in a step makes cycles.
-        gc.set_threshold(20_000, 20, 20)
+        core.garbage.freeze()
         self._child.ready(msgspec.msgpack.encode(info))
         try:
             core.run()
@@ -180,7 +176,9 @@ class EngineProcess:
             capacity.reason,
             time.monotonic() - began,
         )
-        return make_scheduler(config, self._spec, capacity, max_model_len), EngineInfo(
+        costs = [one for one in executor.collective_rpc(step_costs) if one is not None]
+        prices = StepCosts.highest(costs) if len(costs) == executor.world_size else None
+        return make_scheduler(config, self._spec, capacity, max_model_len, prices), EngineInfo(
             max_model_len=max_model_len,
             num_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
@@ -192,8 +190,10 @@ class EngineProcess:
         )
 
 
-def make_scheduler(config: EngineConfig, spec: ModelSpec, capacity: Capacity, max_model_len: int) -> Scheduler:
-    """A scheduler over the pool."""
+def make_scheduler(
+    config: EngineConfig, spec: ModelSpec, capacity: Capacity, max_model_len: int, costs: StepCosts | None = None
+) -> Scheduler:
+    """A scheduler over the pool. ``costs``: of the dearest rank; None: workers do not say."""
     pool = BlockPool(capacity.num_blocks, capacity.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
     limits = Limits(
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -206,4 +206,5 @@ def make_scheduler(config: EngineConfig, spec: ModelSpec, capacity: Capacity, ma
         long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
         num_micro_batches=config.parallel.pipeline_parallel_size,
     )
-    return Scheduler(limits, pool, identity=f"{config.model.path} {spec.model_type} {config.model.dtype}")
+    identity = f"{config.model.path} {spec.model_type} {config.model.dtype}"
+    return Scheduler(limits, pool, identity=identity, costs=costs)

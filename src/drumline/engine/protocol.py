@@ -66,6 +66,12 @@ NO_TOKEN_LEFT = "bad_words"
 """``stop_reason`` of an output that ended because bad words left no token to choose."""
 
 
+ENGINE_DIED = "engine_died"
+"""``stop_reason`` of an output with finish_reason ``error``: engines died each time that they computed the request."""
+OUT_OF_MEMORY = "out_of_memory"
+"""The same: there was no memory for what the request asks for, even alone."""
+
+
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """New tokens of one request."""
 
@@ -80,7 +86,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str | None = None
     """``stop``, ``length``, ``abort``, ``error``, or None while it goes on."""
     stop_reason: int | str | None = None
-    """Token id that stopped it, if it was not the end-of-sequence token; ``NO_TOKEN_LEFT``."""
+    """Token id that stopped it, if it was not the end-of-sequence token; ``NO_TOKEN_LEFT``. With finish_reason
+    ``error``: ``ENGINE_DIED`` or ``OUT_OF_MEMORY``; None if the request was refused."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     queued_s: float = 0.0
@@ -286,6 +293,9 @@ class AsyncEngine(Protocol):
     @property
     def report_folder(self) -> Path | None:
         """Where this run's log files are; None before there are any."""
+
+    def start_seconds(self) -> dict[str, float]:
+        """Seconds of the last start by phase, once it is ready; they add up to all of it."""
 
     def stats(self) -> EngineStats:
         """Of the last step."""

@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush
 
 from drumline.engine.blocks import HashChain
 from drumline.plan.choices import DeadEnds
+from drumline.plan.memory import ORDINARY, Extra
 from drumline.plan.sampling import SlotSampling
 from drumline.plan.step import BY_VALUE, TokenLogprobs
 
@@ -37,6 +38,8 @@ class Request:
     rank: Rank
     prompt_logprobs: list[TokenLogprobs] | None
     """Those of the prompt's tokens 1, 2, ... that are known; None if they were not asked for."""
+    extra: Extra = ORDINARY
+    """What its steps may need beyond ordinary ones."""
     dead_ends: DeadEnds | None = None
     """Where its constraints leave no token, it ends; None: nowhere."""
     scoring: bool = False

@@ -24,6 +24,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from drumline.config import RecoveryConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -36,6 +38,13 @@ class Limits:
     """Before the second restart of a window; doubled for each further one."""
     trial_tokens: int = 16
     """Output tokens that a suspect must get, alone, to be cleared: more than can be in flight."""
+
+    @classmethod
+    def of(cls, config: RecoveryConfig) -> Limits:
+        """Those that a configuration asks for."""
+        return cls(
+            restarts=config.recovery_restarts, window_s=config.recovery_window_s, backoff_s=config.recovery_backoff_s
+        )
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,7 @@ class Recovery:
         self._serving = True
         """The engine is ready."""
         self._given_up = False
+        self._renounced = ""
         self._counted: list[float] = []
         """Times of deaths that count."""
         self._named: list[float] = []
@@ -122,6 +132,10 @@ class Recovery:
         return len(self._counted)
 
     # events
+
+    def renounce(self, why: str) -> None:
+        """The next death is final, because of what somebody did; ``why`` in words."""
+        self._renounced = self._renounced or why
 
     def added(self, request_id: str) -> bool:
         """A new request. True: send it; False: it is sent later."""
@@ -158,6 +172,8 @@ class Recovery:
         if self._given_up:
             return []
         self._serving = False
+        if self._renounced:
+            return self._give_up(self._renounced)
         poison = self._trial
         if poison is not None:
             return self._name(poison, now)

@@ -68,6 +68,11 @@ order, so whoever shares it in a later plan reads what an earlier one wrote. Wit
 writes the keys and values of the whole batch before any row reads (see ``plan.step``). At least one token of a
 request is always computed, since something has to be sampled from. Hits are counted when a request is first let in;
 what it finds again after a preemption is its own.
+
+**Memory.** A request whose steps need more than ordinary ones (``plan.memory``) is let in once the workers have it: the
+head of the queue says what it *wants*, whoever runs the plans asks the workers, and says :meth:`Scheduler.grant` or
+:meth:`Scheduler.deny`. Denied, it waits until one that runs gives such memory back, and fails if none has any: then it
+does not fit alone either. As with blocks, nobody overtakes it meanwhile.
 """
 
 from __future__ import annotations
@@ -82,6 +87,7 @@ from operator import attrgetter
 import msgspec
 
 from drumline.engine.admission import (
+    MAX_SCORED,
     MAX_SCORED_VALUES,
     MAX_START_BYTES,
     Limits,
@@ -89,9 +95,10 @@ from drumline.engine.admission import (
     score_cost,
 )
 from drumline.engine.blocks import BlockPool
-from drumline.engine.protocol import NO_TOKEN_LEFT, EngineRequest, EngineStats, RequestOutput
+from drumline.engine.protocol import NO_TOKEN_LEFT, OUT_OF_MEMORY, EngineRequest, EngineStats, RequestOutput
 from drumline.engine.queue import Request, WaitingQueue
 from drumline.errors import RequestError
+from drumline.plan.memory import Extra, StepCosts, extra_bytes
 from drumline.plan.step import BY_VALUE, PromptLogprobs, SlotStart, StepOutput, StepPlan, TokenLogprobs, ints, pack
 
 _rank = attrgetter("rank")
@@ -161,12 +168,18 @@ class Scheduler:
         limits: checked here.
         pool: all blocks free.
         identity: of the model, for the hashes of the prefix cache.
+        costs: what steps cost beyond ordinary ones; None: it is not looked at.
 
     """
 
-    def __init__(self, limits: Limits, pool: BlockPool, *, identity: str = "") -> None:
+    def __init__(self, limits: Limits, pool: BlockPool, *, identity: str = "", costs: StepCosts | None = None) -> None:
         limits.check()
         self.limits = limits
+        self._costs = costs
+        self._wanted: tuple[str, int] | None = None
+        self._granted: tuple[str, int] = ("", 0)
+        self._denied: int | None = None
+        """Bytes that those that ran held when the head of the queue was denied what it wanted."""
         self.pool = pool
         self._identity = identity
         self._requests: dict[str, Request] = {}
@@ -230,6 +243,71 @@ class Scheduler:
         self.pool.forget()
         for request in self._running():
             request.shares = False
+
+    # memory beyond ordinary steps
+
+    @property
+    def wanted(self) -> tuple[str, int] | None:
+        """A request that waits for memory, and the bytes that a step may need with it, of all that need more."""
+        if self._wanted is not None and self._wanted[0] not in self._requests:
+            self._wanted = None
+        return self._wanted
+
+    def grant(self, request_id: str, nbytes: int) -> None:
+        """The workers have it."""
+        self._wanted, self._granted, self._denied = None, (request_id, nbytes), None
+
+    def deny(self, request_id: str, reason: str) -> list[RequestOutput]:
+        """They have not; the request's end, if it wanted it for itself alone."""
+        self._wanted = None
+        request = self._requests.get(request_id)
+        if request is None:
+            return []
+        held = self._extra_bytes()
+        if held:
+            self._denied = held
+            return []
+        output = RequestOutput(
+            request_id=request_id,
+            first_index=len(request.tokens) - request.num_prompt,
+            token_ids=[],
+            finish_reason="error",
+            stop_reason=OUT_OF_MEMORY,
+            message=f"there is no memory for the log-probabilities that it asks for: {reason}",
+        )
+        self._finish(request)
+        return [output]
+
+    def _has_memory(self, request: Request) -> bool:
+        """What steps need with this request is known to be there. Else it is wanted from now on."""
+        if self._costs is None or not (own := self._extra(request)):
+            return True
+        held = self._extra_bytes()
+        if self._denied is not None:
+            if held >= self._denied:
+                return False
+            self._denied = None
+        needed = self._extra_bytes(own)
+        if needed <= held:
+            return True
+        if self._granted[0] == request.id and needed <= self._granted[1]:
+            return True
+        self._wanted = request.id, needed
+        return False
+
+    def _extra_bytes(self, *more: Extra) -> int:
+        """Of all that run, and ``more``."""
+        assert self._costs is not None
+        extras = [self._extra(request) for request in chain(self._decoding, self._prefilling)]
+        return extra_bytes([*extras, *more], self._costs, most_rows=MAX_SCORED, most_values=MAX_SCORED_VALUES)
+
+    @staticmethod
+    def _extra(request: Request) -> Extra:
+        """What a request's steps may need from now on."""
+        extra = request.extra
+        if extra.rows and (request.decoding or not (request.scoring or request.unscored)):
+            return Extra(values=extra.values)
+        return extra
 
     # state
 
@@ -493,6 +571,8 @@ class Scheduler:
         todo = len(request.tokens) - len(cached) * self.pool.block_size
         if (todo > room and not self.limits.enable_chunked_prefill) or not self._fits(request, cached):
             return False
+        if not self._has_memory(request):
+            return False
         self._admit(request, cached)
         return True
 
@@ -536,7 +616,7 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Let urgent requests in at the cost of running ones that are less urgent."""
-        while (head := self._waiting.head) is not None and not head.pending:
+        while (head := self._waiting.head) is not None and not head.pending and self._has_memory(head):
             victims = [other for other in self._running() if not other.promoted and other.priority > head.priority]
             if not victims:
                 return

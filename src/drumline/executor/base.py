@@ -22,7 +22,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, overload
 
@@ -64,6 +64,10 @@ class WorkerState:
     pid: int
     phase: str
     """``starting``, ``init_device``, ``load_model 40%``, ``ready`` ..."""
+
+
+WARM_UP = "warm-up"
+"""Phase of workers that have their KV cache and run their first step."""
 
 
 class Executor(ABC):
@@ -307,7 +311,11 @@ class Executor(ABC):
     def initialize_from_config(self, kv_cache_configs: Sequence[KVConfig]) -> None:
         """Give every rank its KV cache (``kv_cache_configs[rank]``), then warm up, which may take long."""
         self.collective_rpc("initialize_from_config", (list(kv_cache_configs),), expected_s=math.inf)
+        for state in self.workers():
+            self._on_phase(replace(state, phase=WARM_UP))
         self.collective_rpc("compile_or_warm_up_model", expected_s=math.inf)
+        for state in self.workers():
+            self._on_phase(state)
 
     def check_health(self, timeout: float = HEALTH_TIMEOUT_S) -> None:
         """Ask every worker. ExecutorFailedError, WorkerCallError or RPCTimeoutError if one is not well."""

@@ -2,7 +2,7 @@
 
 ::
 
-    this process                                         fork server            worker process r
+    this process                                         fork server (*)        worker process r
     ------------                                         -----------            ----------------
     ForkServer.spawn x N  ----------------------------->  fork  ------------->  worker.main: start, READY
     caller's thread: collective_rpc
@@ -11,6 +11,8 @@
     supervisor thread: on_event        <-- control connection, pidfd ------     CallFailed, death
       CallTable.failed -> grace thread: have all ranks ended the call?
       death -> CallTable.close -> failure thread: kills the rest, calls the failure callbacks
+
+(*) or, with the start methods ``spawn`` and ``fork``, a thread of this process (``processes.own``).
 
 A call for which the broadcast ring has no room waits in the outbox, in order, encoded; whoever next waits for an
 answer, or else the keeper, sends it once there is room. So nobody ever waits with a lock held, a call that is not
@@ -45,21 +47,25 @@ from drumline.executor.stalls import RankFacts, Seen, Stall, StallWatch, odd_ran
 from drumline.parallel.layout import device_index, global_rank, local_rank_of
 from drumline.parallel.rendezvous import create_rendezvous
 from drumline.parallel.standing import Standings
+from drumline.platforms.numa import Place
 from drumline.processes import (
     EventKind,
     ForkServer,
     LogConfig,
     Member,
     MemberEvent,
+    OwnChildren,
     ProcessSpec,
     State,
     Supervisor,
     fold,
     starting_worker_name,
+    without_outer_job,
 )
 from drumline.processes.linux import cpu_ticks, process_state
 from drumline.processes.live import LiveReport, innermost, look_at
 from drumline.processes.reports import span
+from drumline.processes.start_methods import choose
 from drumline.transport import (
     ArenaWriter,
     Part,
@@ -72,6 +78,7 @@ from drumline.transport import (
     deadline_after,
 )
 from drumline.worker.main import WorkerTask
+from drumline.worker.rehearse import rehearse_answer
 from drumline.worker.segment import SegmentLayout
 from drumline.worker.wire import (
     ALL_RANKS,
@@ -130,19 +137,31 @@ class MultiprocExecutor(Executor):
         self._outbox = Outbox(self.process.rpc_backlog_bytes, self.process.mq_largest_bytes)
         self._members: list[Member] = []
         self._make_channels()
-        forkserver = self._forkserver or self._start_forkserver()
+        self._method = choose(self.process.worker_start_method, numa=self.process.numa)
+        maker = self._maker()
         rung_s, term_s = self.process.stop_timeout_s, self.process.terminate_timeout_s
-        self._supervisor = Supervisor(forkserver, on_event=self._on_event, rung_s=rung_s, term_s=term_s)
+        self._supervisor = Supervisor(maker, on_event=self._on_event, rung_s=rung_s, term_s=term_s)
         self._cleanup.callback(lambda: self._supervisor.close(force=self.is_failed))
         self._cleanup.callback(self._table.close, None, self._ended)
-        self._spawn_all(forkserver)
+        self._spawn_all(maker)
         self._supervisor.wait_all_ready(self._members, self.process.start_timeout_s)
 
-    def _start_forkserver(self) -> ForkServer:
-        log_config = LogConfig.create(self.process.log_level, self.process.log_dir)
-        forkserver = ForkServer.start(preload_of(self.process), log=log_config, role="Executor")
-        self._cleanup.callback(forkserver.close)
-        return forkserver
+    def _maker(self) -> ForkServer:
+        """Who makes the workers: a fork server (one's own, or that of the engine), or this process itself."""
+        given, method = self._forkserver, self._method.method
+        if given is not None and method not in ("spawn", "fork"):
+            return given
+        log_config = given.log if given is not None else None
+        if log_config is None:
+            log_config = LogConfig.create(self.process.log_level, self.process.log_dir)
+        env = without_outer_job(os.environ)
+        if method in ("spawn", "fork"):
+            maker: ForkServer = OwnChildren(method, log_config, env, trusted=given is not None)
+        else:
+            preload = preload_of(self.process) if method == "forkserver" else ()
+            maker = ForkServer.start(preload, env, log_config, role="Executor")
+        self._cleanup.callback(maker.close)
+        return maker
 
     def _make_channels(self) -> None:
         layout = SegmentLayout.of(self.world_size, self.process)
@@ -167,6 +186,7 @@ class MultiprocExecutor(Executor):
         )
         computing = 1 + self.parallel.local_devices
         self.waiter.share_cores(computing)
+        self.waiter.rehearse(rehearse_answer(self.codec, self._decode_answer))
         self._worker_waiters += [Waiter.create(f"worker-{rank}", computing) for rank in self._all_ranks]
         self._bells = bells = [waiter.ringer(1) for waiter in self._worker_waiters]
         names = [f"worker {rank}" for rank in self._all_ranks]
@@ -176,14 +196,19 @@ class MultiprocExecutor(Executor):
         for reader in self._answers:
             reader.on_due = self.waiter.expect
 
-    def _spawn_all(self, forkserver: ForkServer) -> None:
+    def _spawn_all(self, maker: ForkServer) -> None:
         """All workers are asked for before any is waited for: their start has collectives in it."""
         config = portable(self.config)
         one_machine = self.parallel.nnodes == 1
-        environment = self.platform.worker_environment(os.environ, one_machine=one_machine)
+        environment: dict[str, str | None] = {
+            **without_outer_job(os.environ),
+            **self._method.env,
+            **self.platform.worker_environment(os.environ, one_machine=one_machine),
+        }
         threads = self.platform.threads_per_worker(
             self.process.threads_per_worker, self.parallel.local_devices, os.environ
         )
+        places = self._places(threads)
         rendezvous = create_rendezvous(self.world_size)
         self._standings = Standings(rendezvous.memory, self.layout)
         arena_fds = (self._arena.fd,) if self._arena is not None else ()
@@ -199,7 +224,9 @@ class MultiprocExecutor(Executor):
                     rank=rank,
                     env=environment,
                     threads=threads,
-                    cpus=self._cpus_of(local_rank, threads),
+                    cpus=places[local_rank].cpus,
+                    numa_node=places[local_rank].node,
+                    fresh=self._method.method == "plain",
                     fds=(
                         self._segment.fd,
                         self.waiter.fd,
@@ -208,17 +235,24 @@ class MultiprocExecutor(Executor):
                         *rendezvous.fds,
                     ),
                 )
-                member = forkserver.spawn(spec)
+                member = maker.spawn(spec)
                 self._members.append(member)
                 self._supervisor.add(member)
+                if not self.platform.starts_concurrently:
+                    self._supervisor.wait_alive(member, self.process.start_timeout_s)
         finally:
             rendezvous.close()
 
-    def _cpus_of(self, local_rank: int, threads: int) -> tuple[int, ...]:
+    def _places(self, threads: int) -> list[Place]:
+        """Where each worker of this executor belongs, by local rank."""
+        first, workers = device_index(self.parallel, 0), self.parallel.local_devices
+        if self.process.numa:
+            places = self.platform.numa_places(self.process, self.devices, workers)
+            return places[first : first + self.parallel.local_world_size]
+        own = range(first, first + self.parallel.local_world_size)
         if not self.process.cpu_bind:
-            return ()
-        index = device_index(self.parallel, local_rank)
-        return self.platform.cpus_of_worker(index, self.parallel.local_devices, threads)
+            return [Place() for _ in own]
+        return [Place(cpus=self.platform.cpus_of_worker(index, workers, threads)) for index in own]
 
     def workers(self) -> list[WorkerState]:
         """All workers in rank order."""
@@ -574,7 +608,7 @@ class MultiprocExecutor(Executor):
 def preload_of(process: ProcessConfig) -> tuple[str, ...]:
     """What a fork server of our own imports before it forks."""
     model = (DEFAULT_WORKER.partition(":")[0],) if process.worker_cls == "auto" else ()
-    return ("drumline.worker.main", *(process.preload or model))
+    return ("drumline.worker.main", "drumline.transport.compiled", *(process.preload or model))
 
 
 def portable(config: EngineConfig) -> EngineConfig:

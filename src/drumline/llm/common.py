@@ -13,11 +13,14 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from drumline.config import EngineConfig
+from drumline.config import EngineConfig, RecoveryConfig
 from drumline.engine.checks import check_machine, check_model
+from drumline.engine.client import AsyncEngineClient, SyncEngineClient
 from drumline.engine.protocol import EngineInfo
+from drumline.engine.recovering import RecoveringEngineClient, RecoveringSyncClient
+from drumline.engine.recovery import Limits
 from drumline.errors import RequestError, UnsupportedError
-from drumline.llm.options import eos_token_ids, make_config
+from drumline.llm.options import eos_token_ids, make_config, split_recovery
 from drumline.model.resolve import resolve
 from drumline.plan.sampling import SamplingParams
 from drumline.platforms import device_table
@@ -27,6 +30,12 @@ from drumline.text.tokenizer import Tokenizer, read_sampling_defaults
 
 NO_LIMIT_S = 7 * 86400.0
 """Seconds that stand for "no limit": the engine's death ends such a wait."""
+
+CALLED = (
+    "the program called its workers (collective_rpc, apply_model), and what that may have changed in them would be "
+    "lost without a word; recovery='on' starts the engine again all the same"
+)
+"""Why a death is final after such a call, unless recovery was asked for in so many words."""
 
 _POOLING = (
     "drumline runs models that generate text, and computes no embeddings, classes or scores. Use a library for such "
@@ -97,6 +106,47 @@ def checked_config(model: str | os.PathLike[str], options: Mapping[str, Any]) ->
     """
     config = make_config(model=model, **options)
     return check_machine(config, device_table(config.platform))
+
+
+@dataclasses.dataclass(frozen=True)
+class Healing:
+    """What becomes of a dead engine of a program's.
+
+    On by default: a program that waits for the outputs of thousands of prompts loses minutes of work, not seconds, and
+    what it gets is the same. But workers that the program changed (weights of an RL loop) would be started with what
+    the files have, and their outputs would silently be another model's. So a call into the workers turns it off, unless
+    the program says ``recovery="on"``.
+    """
+
+    config: RecoveryConfig
+    asked: bool
+    """``recovery`` was given."""
+
+    @property
+    def on(self) -> bool:
+        """A dead engine is started again."""
+        return self.config.recovery == "on"
+
+    def sync_client(self, config: EngineConfig) -> SyncEngineClient:
+        """Of ``LLM``."""
+        return RecoveringSyncClient(config, Limits.of(self.config)) if self.on else SyncEngineClient(config)
+
+    def async_client(self, config: EngineConfig, role: str) -> AsyncEngineClient:
+        """Of ``AsyncLLM``."""
+        if not self.on:
+            return AsyncEngineClient(config, role=role)
+        return RecoveringEngineClient(config, Limits.of(self.config), role=role)
+
+    def called(self, client: SyncEngineClient | AsyncEngineClient) -> None:
+        """The program is about to call its workers."""
+        if not self.asked:
+            client.renounce_recovery(CALLED)
+
+
+def split_healing(options: Mapping[str, Any]) -> tuple[Healing, dict[str, Any]]:
+    """What a constructor's arguments say of recovery, and the others. ConfigError."""
+    config, asked, rest = split_recovery(options)
+    return Healing(config, asked), rest
 
 
 def with_model(config: EngineConfig) -> EngineConfig:

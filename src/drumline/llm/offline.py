@@ -28,10 +28,19 @@ from typing import Any
 import msgspec
 
 from drumline.engine.client import SyncEngineClient
-from drumline.engine.protocol import EngineStats, ProcessState
-from drumline.errors import DrumlineError, FailedError, RequestError
+from drumline.engine.protocol import EngineStats, ProcessState, Recoveries
+from drumline.errors import DrumlineError, FailedError, RequestError, RequestFailedError
 from drumline.llm.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, Search
-from drumline.llm.common import NO_LIMIT_S, Common, add_special_tokens, checked_config, pickled_call, refuse, with_model
+from drumline.llm.common import (
+    NO_LIMIT_S,
+    Common,
+    add_special_tokens,
+    checked_config,
+    pickled_call,
+    refuse,
+    split_healing,
+    with_model,
+)
 from drumline.llm.metrics import Metric, engine_metrics
 from drumline.llm.options import options_of, tokenizer_loader
 from drumline.llm.progress import Progress, ProgressBar, shown
@@ -62,6 +71,10 @@ class LLM(Common):
             program that is run again gives the same outputs.
         max_model_len: longest prompt plus output in tokens.
         chat_template: file with, or text of, a template that replaces the model's.
+        recovery: ``on``: when processes die, all are started again and the requests go on, with the outputs that they
+            would have had; ``off``: calls raise EngineDeadError. Default: ``on`` until the program calls its workers
+            (``collective_rpc``, ``apply_model``), since what it changes in them would be lost. ``recovery_restarts``,
+            ``recovery_window_s`` and ``recovery_backoff_s`` are the limits.
         options: every other field of ``ModelConfig``, ``ParallelConfig``, ``ProcessConfig``, ``CacheConfig`` and
             ``SchedulerConfig``, such as ``gpu_memory_utilization``, ``kv_cache_memory_bytes``, ``max_num_seqs``,
             ``enable_prefix_caching``, ``distributed_executor_backend``, ``log_level``. None means the default.
@@ -84,8 +97,10 @@ class LLM(Common):
         seed: int = 0,
         max_model_len: int | None = None,
         chat_template: str | os.PathLike[str] | None = None,
+        recovery: str | None = None,
         **options: Any,
     ) -> None:
+        self._healing, options = split_healing(options | {"recovery": recovery})
         options |= {
             "tokenizer": tokenizer,
             "skip_tokenizer_init": skip_tokenizer_init,
@@ -104,7 +119,7 @@ class LLM(Common):
         self._enqueued: list[_Batch] = []
         self._output_tokens = self._prompt_tokens = 0
         load = tokenizer_loader(config.model)
-        client = self._client = SyncEngineClient(config)
+        client = self._client = self._healing.sync_client(config)
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _end, client, self._pid)
         try:
@@ -144,7 +159,9 @@ class LLM(Common):
         ``add_special_tokens``.
 
         Raises :class:`RequestError` before anything is computed if a prompt or a parameter is wrong, and
-        :class:`EngineDeadError` if a process dies. ctrl-C aborts the requests; the LLM stays usable.
+        :class:`EngineDeadError` if a process dies for good. A request that alone cannot be computed (engines die of it,
+        there is no memory for it) ends with finish_reason ``error`` and an ``error`` in its result; the others are not
+        affected. ctrl-C aborts the requests; the LLM stays usable.
         """
         return self._run(
             self._text_requests(
@@ -286,7 +303,10 @@ class LLM(Common):
         while live:
             outputs = iter(self.generate([beam.tokens for one in live for beam in one.live], ask, use_tqdm=False))
             for search in live:
-                rows = [output.outputs[0].logprobs for output in itertools.islice(outputs, len(search.live))]
+                found = list(itertools.islice(outputs, len(search.live)))
+                if error := next((output.error for output in found if output.error is not None), None):
+                    raise error
+                rows = [output.outputs[0].logprobs for output in found]
                 search.take([dict(row[0]) if row else {} for row in rows])
                 progress.tokens(len(search.live))
                 if search.over:
@@ -413,14 +433,18 @@ class LLM(Common):
                 del self._owners[output.request_id]
             try:
                 new = assembler.push(output)
+            except RequestFailedError as error:
+                assembler.fail(error)
+                new = None
             except DrumlineError as error:
                 batch.failure, batch.left = error, 0
                 self._drop([batch])
                 continue
-            if new is None:
+            if new is None and not assembler.failed:
                 continue
-            self._output_tokens += len(new.token_ids)
-            progress.tokens(len(new.token_ids))
+            if new is not None:
+                self._output_tokens += len(new.token_ids)
+                progress.tokens(len(new.token_ids))
             if aborts := assembler.take_aborts():
                 for name in aborts:
                     self._owners.pop(name, None)
@@ -451,11 +475,13 @@ class LLM(Common):
 
         ``worker_extension_cls`` adds methods of your own. Functions, arguments and answers travel pickled, over the
         sockets that only processes of this LLM know. Raises :class:`RemoteCallError` if a worker raises,
-        :class:`RPCTimeoutError` after ``timeout`` seconds.
+        :class:`RPCTimeoutError` after ``timeout`` seconds. From then on a death of the engine is final, unless
+        ``recovery="on"`` was given: what the call changed in the workers would be lost.
         """
         self._check_usable()
         limit = NO_LIMIT_S if timeout is None else timeout
         call = pickled_call(method, args, kwargs)
+        self._healing.called(self._client)
         return list(pickle.loads(self._client.call("pickled_rpc", call, limit, timeout=limit)))
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
@@ -479,7 +505,15 @@ class LLM(Common):
     def get_metrics(self) -> list[Metric]:
         """Counters and gauges under the names that vLLM gives them (``vllm:num_requests_running`` ...)."""
         name = (self.config.model.served_model_name or (self.config.model.model or self.config.model.path,))[0]
-        return engine_metrics(self.stats(), name, prompt_tokens=self._prompt_tokens, output_tokens=self._output_tokens)
+        stats, recoveries = self.stats(), self.recoveries
+        return engine_metrics(
+            stats, name, prompt_tokens=self._prompt_tokens, output_tokens=self._output_tokens, recoveries=recoveries
+        )
+
+    @property
+    def recoveries(self) -> Recoveries | None:
+        """Restarts of dead engines so far, by cause, with their pauses; None with ``recovery="off"``."""
+        return self._client.recoveries
 
     def stats(self) -> EngineStats:
         """State of the scheduler: running and waiting requests, KV blocks, prefix hits ...

@@ -30,10 +30,19 @@ import msgspec
 
 from drumline.config import EngineConfig
 from drumline.engine.client import AsyncEngineClient
-from drumline.engine.protocol import EngineStats, OutputHandle, ProcessState
+from drumline.engine.protocol import EngineStats, OutputHandle, ProcessState, Recoveries
 from drumline.engine.protocol import RequestOutput as EngineOutput
 from drumline.errors import DrumlineError, EngineDeadError, FailureReport, RequestError, is_unicode, shown
-from drumline.llm.common import NO_LIMIT_S, Common, add_special_tokens, checked_config, pickled_call, refuse, with_model
+from drumline.llm.common import (
+    NO_LIMIT_S,
+    Common,
+    add_special_tokens,
+    checked_config,
+    pickled_call,
+    refuse,
+    split_healing,
+    with_model,
+)
 from drumline.llm.metrics import Metric, engine_metrics
 from drumline.llm.options import options_of, tokenizer_loader
 from drumline.plan.sampling import RequestOutputKind, SamplingParams
@@ -66,6 +75,7 @@ class AsyncLLM(Common):
     """
 
     def __init__(self, model: str | os.PathLike[str] = "", **options: Any) -> None:
+        self._healing, options = split_healing(options)
         self.config: EngineConfig = checked_config(model, options)
         """The whole configuration; once started, with the model's local folder."""
         self._pid = os.getpid()
@@ -104,7 +114,7 @@ class AsyncLLM(Common):
     async def _start(self) -> None:
         try:
             self.config = config = await asyncio.to_thread(with_model, self.config)
-            client = AsyncEngineClient(config, role="AsyncLLM")
+            client = self._healing.async_client(config, "AsyncLLM")
             self._holder.append(client)
             # A large vocabulary takes seconds, as long as the processes take to start.
             load = tokenizer_loader(config.model)
@@ -167,7 +177,7 @@ class AsyncLLM(Common):
         ``add_special_tokens``.
 
         Raises :class:`RequestError` if prompt or parameters are wrong, :class:`EngineDeadError` with the root cause
-        if a process dies.
+        if a process dies for good, and :class:`RequestFailedError` if this request alone cannot be computed.
         """
         refuse(lora_request=lora_request, trace_headers=trace_headers, data_parallel_rank=data_parallel_rank)
         special = add_special_tokens(tokenization_kwargs, default=True)
@@ -313,6 +323,7 @@ class AsyncLLM(Common):
         client = await self._ready()
         limit = NO_LIMIT_S if timeout is None else timeout
         call = pickled_call(method, args, kwargs)
+        self._healing.called(client)
         return list(pickle.loads(await client.call("pickled_rpc", call, limit, timeout=limit)))
 
     async def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
@@ -333,7 +344,19 @@ class AsyncLLM(Common):
         """Counters and gauges under the names that vLLM gives them (``vllm:num_requests_running`` ...)."""
         tokens = self._output_tokens + sum(stream.tokens for stream in self._streams.values() if stream is not None)
         name = (self.config.model.served_model_name or (self.config.model.model or self.config.model.path,))[0]
-        return engine_metrics(await self.stats(), name, prompt_tokens=self._prompt_tokens, output_tokens=tokens)
+        return engine_metrics(
+            await self.stats(),
+            name,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=tokens,
+            recoveries=self.recoveries,
+        )
+
+    @property
+    def recoveries(self) -> Recoveries | None:
+        """Restarts of dead engines so far, by cause, with their pauses; None with ``recovery="off"``, and before the
+        start."""
+        return self._client.recoveries if self._client is not None else None
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that run or wait."""

@@ -8,7 +8,15 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from drumline.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, ProcessConfig, SchedulerConfig
+from drumline.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    ProcessConfig,
+    RecoveryConfig,
+    SchedulerConfig,
+)
 from drumline.errors import ConfigError
 from drumline.text.chat import load_chat_template
 from drumline.text.tokenizer import Tokenizer, read_eos_token_ids, tokenizer_file
@@ -27,6 +35,7 @@ _FIELDS = {
     if (section, field.name) != ("model", "path")
 }
 """Every option: its section of the configuration and its default."""
+_RECOVERY = tuple(field.name for field in dataclasses.fields(RecoveryConfig))
 _VLLM: dict[str, tuple[Any, ...]] = {
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
@@ -86,7 +95,7 @@ def make_config(**options: Any) -> EngineConfig:
                 raise ConfigError(f"{name}={value!r} is not built yet; leave it out")
             continue
         if name not in _FIELDS:
-            near = difflib.get_close_matches(name, [*_FIELDS, "platform", *_VLLM], n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name, [*_FIELDS, "platform", *_RECOVERY, *_VLLM], n=1, cutoff=0.5)
             hint = f". Did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"LLM() got an unexpected keyword argument {name!r}{hint}")
         section, default = _FIELDS[name]
@@ -100,6 +109,13 @@ def make_config(**options: Any) -> EngineConfig:
         )
     made = {section: kind(**given[section]) for section, kind in _SECTIONS.items()}
     return EngineConfig(platform=platform, **made)
+
+
+def split_recovery(options: Mapping[str, Any]) -> tuple[RecoveryConfig, bool, dict[str, Any]]:
+    """What options say of recovery; whether ``recovery`` itself is among them; the other options. ConfigError."""
+    given = {name: options[name] for name in _RECOVERY if options.get(name) is not None}
+    rest = {name: value for name, value in options.items() if name not in _RECOVERY}
+    return RecoveryConfig(**given), "recovery" in given, rest
 
 
 def _adapted(name: str, value: Any) -> Any:

@@ -31,7 +31,7 @@ import torch
 from drumline.model.attention import AttentionBatch, KVCache, dummy_batch, make_batch
 from drumline.model.forward import Forward
 from drumline.model.pipeline import Stage
-from drumline.model.sampling import Sampler, SamplingRows
+from drumline.model.sampling import Sampler, SamplingRows, drawn_rows
 from drumline.model.slots import Ints, PromptRows, SlotTable
 from drumline.model.steady import SteadyRows
 from drumline.plan.step import BY_VALUE, PromptLogprobs, StepOutput, StepPlan, ints, pack
@@ -135,15 +135,21 @@ class ModelRunner:
         return self._sample(step, unsampled)
 
     @torch.inference_mode()
-    def run_dummy(self, num_tokens: int = 1) -> None:
-        """A forward, head included, that changes no state. It goes through all stages of a pipeline."""
+    def run_dummy(self, num_tokens: int = 1, num_rows: int = 0) -> None:
+        """A forward, head included, that changes no state. It goes through all stages of a pipeline.
+
+        ``num_rows``: that many rows of logits, from which tokens are drawn, with log-probabilities; 0: one row, of
+        which nothing is made.
+        """
         ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
         positions = torch.arange(num_tokens, device=self._device)
-        last = torch.tensor([num_tokens - 1], device=self._device)
+        last = torch.arange(num_tokens - max(num_rows, 1), num_tokens, device=self._device)
         inputs = self._stage.receive(ids)
         computed = self.forward(inputs, positions, dummy_batch(num_tokens, self._dtype, self._device), last)
         if not self._stage.samples:
             self._stage.pass_on(computed)
+        elif num_rows:
+            self._sampler.sample(computed, drawn_rows(num_rows))
 
     def _forward(self, plan: StepPlan) -> _Unsampled:
         if self._cache is None:

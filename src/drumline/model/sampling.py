@@ -46,6 +46,7 @@ from drumline.model.cut import Array, kept_prefix, kept_tokens, library, like, s
 from drumline.model.logprobs import GatherGroup, gathered, merge_top, token_logprobs, top_tokens
 from drumline.model.noise import CpuNoise, Floats, Longs, Noise, noise_at
 from drumline.parallel.shards import Range
+from drumline.plan.sampling import MAX_LOGPROBS
 from drumline.plan.step import TokenLogprobs
 
 Ints = npt.NDArray[np.int32]
@@ -116,6 +117,19 @@ PLAIN = SamplingRows(
     plain=True,
 )
 """Any number of plain rows."""
+
+
+def drawn_rows(count: int) -> SamplingRows:
+    """Rows that take as much memory as ordinary ones may: noise over the whole vocabulary, and log-probabilities."""
+    return SamplingRows(
+        temperature=np.ones(count),
+        top_p=np.ones(count),
+        top_k=np.zeros(count, dtype=np.int32),
+        min_p=np.zeros(count),
+        seed=np.arange(count, dtype=np.int64),
+        output_index=np.zeros(count, dtype=np.int64),
+        logprobs=np.full(count, MAX_LOGPROBS, dtype=np.int32),
+    )
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from drumline.errors import ConfigError, UnsupportedError
@@ -23,6 +24,7 @@ from drumline.parallel.groups import Groups, init_groups
 from drumline.parallel.layout import Layout, device_index, worker_places
 from drumline.parallel.shards import vocab_shards
 from drumline.plan.kv import KVConfig, KVSpec
+from drumline.plan.memory import StepCosts
 from drumline.plan.step import StepOutput, StepPlan
 from drumline.platforms import host
 from drumline.platforms.resolve import resolve_platform
@@ -31,6 +33,8 @@ from drumline.worker.protocol import WorkerContext
 
 log = logging.getLogger(__name__)
 
+VALUE_BYTES = 160
+"""Of one log-probability in an answer: two numbers of Python's in lists, and their message."""
 CPU_KV_SHARE = 0.25
 """Share of the host's available memory that the KV pools of one machine's workers take at most, unless told."""
 
@@ -175,7 +179,8 @@ class ModelWorker:
         self.platform.synchronize()
         before: int = stats.memory_allocated(self.device)
         stats.reset_peak_memory_stats(self.device)
-        self.runner.run_dummy(self.config.scheduler.max_num_batched_tokens)
+        tokens, rows = self.config.scheduler.max_num_batched_tokens, self.config.scheduler.max_num_seqs
+        self.runner.run_dummy(tokens, min(tokens, rows))
         self.platform.synchronize()
         step: int = stats.max_memory_allocated(self.device) - before
         self.platform.empty_cache()
@@ -200,6 +205,31 @@ class ModelWorker:
     def compile_or_warm_up_model(self) -> None:
         """Run a small forward, so that the first request does not pay for what is set up at first use."""
         self.runner.run_dummy(2)
+
+    def step_costs(self) -> StepCosts:
+        """See ``plan.memory``. A row: its logits and two things of their size, as they are compared, summed, sorted. A
+        value: on its way between ranks, as numbers of Python's in the answer, and in the message."""
+        group = self._groups().tp
+        ids = vocab_shards(self.spec.vocab_size, group.size)[group.rank_in_group]
+        return StepCosts(row_bytes=3 * 4 * ids.size, value_bytes=VALUE_BYTES + 16 * group.size)
+
+    def reserve_memory(self, nbytes: int) -> None:
+        """Take so much and let go of it: it stays in the device's allocator. On CPUs the machine is asked too, since
+        the kernel promises more than it has."""
+        if self.device.type == "cpu":
+            workers = max(self.config.parallel.local_devices, 1)
+            available = host.memory_available()
+            if available and nbytes > available // workers:
+                raise MemoryError(
+                    f"{nbytes >> 20} MiB are needed on each of {workers} ranks, {available >> 20} MiB are left on this "
+                    "machine"
+                )
+            try:
+                np.empty(nbytes, dtype=np.uint8)
+            except MemoryError as error:  # numpy's own class
+                raise MemoryError(str(error)) from None
+            return
+        torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def execute_model(self, plan: StepPlan) -> StepOutput | None:
         """Run one step. None if ``plan.defer_sampling``, or if another stage samples."""

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from drumline.config import DeviceTable
+from drumline.config import DeviceTable, ProcessConfig
 from drumline.errors import ConfigError
-from drumline.platforms import host
+from drumline.platforms import host, numa
+from drumline.platforms.numa import Place
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +114,31 @@ class Platform(ABC):
     def cpus_of_worker(self, index: int, workers: int, threads: int) -> tuple[int, ...]:
         """Which cores worker ``index`` of this machine's should be bound to; empty: none in particular."""
         return ()
+
+    def numa_places(
+        self, process: ProcessConfig, devices: DeviceTable, workers: int, *, warn: bool = True
+    ) -> list[Place]:
+        """Where each of this machine's ``workers`` belongs (``--numa-bind`` and its kin); what cannot be is logged.
+
+        ConfigError if nodes or CPUs that were given do not exist here.
+        """
+        all_nodes, allowed = numa.nodes(), host.allowed_cpus()
+        found = [device.numa_node for device in devices.devices[:workers]]
+        if not self.accelerator:
+            found = numa.spread(workers, all_nodes, allowed)
+        found += [None] * (workers - len(found))
+        share = self.accelerator or not process.cpu_bind
+        places, warnings = numa.place(
+            found,
+            all_nodes,
+            allowed,
+            wanted_nodes=process.numa_bind_nodes,
+            wanted_cpus=process.numa_bind_cpus,
+            share=share,
+        )
+        for warning in warnings if warn else ():
+            log.warning("%s", warning)
+        return places
 
     def user_threads(self, environ: Mapping[str, str]) -> int:
         """OMP_NUM_THREADS (its first number: that of the outermost level); 0 if it is not set.

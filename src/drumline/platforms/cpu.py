@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from drumline.config import DeviceTable
@@ -37,7 +36,7 @@ class CpuPlatform(Platform):
         ranks on one of two cores, one always asleep, so that the kernel saw no reason to move either, took 3 to 4 ms
         a token where ranks that are bound take 0.9 (tiny Llama, TP 2).
         """
-        cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        cpus = host.allowed_cpus()
         if workers < 2 or min(len(cpus), host.cores()) < workers * max(threads, 1):
             return ()
         return host.part_of(cpus, index, workers)

@@ -28,6 +28,7 @@ from drumline.config import Device, DeviceTable
 from drumline.errors import ConfigError
 from drumline.platforms import host
 from drumline.platforms.base import DeviceMemory, Diagnosis, Platform
+from drumline.platforms.numa import node_of_device
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,12 @@ class CudaPlatform(Platform):
         """The visible GPUs, in the order of CUDA_VISIBLE_DEVICES."""
         devices = tuple(
             Device(
-                index=index, name=gpu.name, uuid=gpu.uuid, memory=gpu.memory, bus=gpu.bus, numa_node=numa_node(gpu.bus)
+                index=index,
+                name=gpu.name,
+                uuid=gpu.uuid,
+                memory=gpu.memory,
+                bus=gpu.bus,
+                numa_node=node_of_device(gpu.bus),
             )
             for index, gpu in enumerate(visible(self._find(), self._environ.get(VARIABLE)))
         )
@@ -362,15 +368,6 @@ def bus_address(text: str) -> str:
     """PCI address as sysfs names it, ``0000:3b:00.0``, of NVIDIA's form with an eight-digit domain."""
     domain, _, rest = text.strip().lower().partition(":")
     return f"{domain[-4:]}:{rest}"
-
-
-def numa_node(bus: str, folder: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """NUMA node of the device at a PCI address; None where sysfs does not know (it says -1) or has no such device."""
-    try:
-        node = int((folder / bus / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
 
 
 def torch_is_cpu_build() -> bool:

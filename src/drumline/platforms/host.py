@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path("/")
 
 
-_cores_before = 0
-"""Cores that this process might use before it was bound to some of them."""
+_allowed_before: tuple[int, ...] = ()
+"""CPUs that this process might use before it was bound to some of them; empty: it was not."""
 
 
 def cores(root: Path = ROOT) -> int:
@@ -27,8 +27,17 @@ def cores(root: Path = ROOT) -> int:
 
     A process that was bound (:func:`bind`) counts those that it shares with its neighbours, as if it had not been.
     """
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([max(affinity, _cores_before), *(int(quota) for quota in _quotas(root))]))
+    affinity = len(allowed_cpus()) or os.cpu_count() or 1
+    return max(1, min([affinity, *(int(quota) for quota in _quotas(root))]))
+
+
+def allowed_cpus() -> tuple[int, ...]:
+    """CPUs that this process may use, those included that it left to its neighbours when it was bound (:func:`bind`).
+
+    Empty where the system does not tell.
+    """
+    now = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return tuple(sorted({*now, *_allowed_before}))
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
@@ -39,6 +48,12 @@ def oom_kills(root: Path = ROOT) -> int | None:
             if (count := _count(folder / name, "oom_kill")) is not None:
                 return count
     return _count(root / "proc/vmstat", "oom_kill")
+
+
+def oom_killed_since(before: int | None, root: Path = ROOT) -> bool:
+    """Whether there are more of them than ``before``; False: no, or unknown."""
+    now = oom_kills(root)
+    return now is not None and before is not None and now > before
 
 
 def _count(path: Path, key: str) -> int | None:
@@ -64,12 +79,15 @@ def tasks_left(root: Path = ROOT) -> int | None:
     return min(left, default=None)
 
 
-def bind(cpus: Sequence[int]) -> None:
-    """Bind this process to some of its cores. OSError if the system refuses."""
-    global _cores_before
-    before = len(os.sched_getaffinity(0))
+def bind(cpus: Sequence[int], allowed: Sequence[int] = ()) -> None:
+    """Bind this process to some of its CPUs. ``allowed``: all that it might use; by default those it may use now.
+
+    OSError if the system refuses.
+    """
+    global _allowed_before
+    before = tuple(allowed) or allowed_cpus()
     os.sched_setaffinity(0, cpus)
-    _cores_before = max(before, _cores_before)
+    _allowed_before = () if set(before) == set(cpus) else before
 
 
 def part_of(cpus: Sequence[int], index: int, parts: int) -> tuple[int, ...]:

@@ -38,6 +38,8 @@ cause first and the rest folded under it. The end of a member that nobody asked 
 code 0. ``on_event`` must not block and must not call ``shutdown`` or ``wait_all_ready`` (it runs in the thread that
 they wait for): ``request_stop`` is for it.
 
+``OwnChildren("spawn", log)`` (or ``"fork"``) stands for the fork server where this process itself is to make children.
+
 A fork server serves one Supervisor in each process at a time. Descriptors in ``ProcessSpec.fds`` are duplicated by
 ``spawn``: the caller closes its own when it likes. No child gets any descriptor beyond its connection and these.
 """
@@ -47,7 +49,9 @@ from __future__ import annotations
 from drumline.processes.child import ChildContext, StopRequested
 from drumline.processes.client import ForkServer, Member, ProcessSpec
 from drumline.processes.core import Exit, State
+from drumline.processes.environment import without_outer_job
 from drumline.processes.logs import LogConfig
+from drumline.processes.own import OwnChildren
 from drumline.processes.reports import exit_report, fold, make_report, print_report
 from drumline.processes.supervisor import EventKind, MemberEvent, Supervisor
 from drumline.processes.titles import (
@@ -66,6 +70,7 @@ __all__ = [
     "LogConfig",
     "Member",
     "MemberEvent",
+    "OwnChildren",
     "ProcessSpec",
     "State",
     "StopRequested",
@@ -78,5 +83,6 @@ __all__ = [
     "print_report",
     "set_title",
     "starting_worker_name",
+    "without_outer_job",
     "worker_name",
 ]

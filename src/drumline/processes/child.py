@@ -48,7 +48,7 @@ from drumline.processes import client, linux
 from drumline.processes import messages as m
 from drumline.processes.client import ForkServer
 from drumline.processes.connection import Connection
-from drumline.processes.logs import ProcessLog
+from drumline.processes.logs import LogConfig, ProcessLog
 from drumline.processes.reports import exit_report, fold, make_report, print_report
 from drumline.processes.titles import FORK_SERVER, set_title
 
@@ -86,6 +86,10 @@ class ChildStart:
     root_pid: int = 0
     of_root: bool = False
     """The owner is the root."""
+    own: bool = False
+    """The owner itself made it: there is no fork server between them."""
+    allowed: tuple[int, ...] = ()
+    """CPUs that its maker might use before it was bound to some of them."""
     told: mmap.mmap | None = None
     """One byte that the fork server shares: not zero once it has reported the root's death. None: executed fresh."""
 
@@ -227,8 +231,11 @@ class ChildContext:
         if self._forkserver is None:
             if self._forkserver_fd < 0:
                 raise RuntimeError("this process has no access to the fork server (ProcessSpec.forkserver_access)")
-            self._forkserver = ForkServer.attach(socket.socket(fileno=self._forkserver_fd))
+            self._forkserver = ForkServer.attach(socket.socket(fileno=self._forkserver_fd), self._log_config())
         return self._forkserver
+
+    def _log_config(self) -> LogConfig:
+        return LogConfig(level=self._start.log_level, dir=self._start.log_dir, console_fd=self._start.console_fd)
 
     # ---- life ----
 
@@ -238,6 +245,7 @@ class ChildContext:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the root's to handle
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
         self._tell(m.Hello(os.getpid(), self.role, self.log_file))
         threading.Thread(target=self._supervise, name="drumline-supervisor", daemon=True).start()
 
@@ -302,7 +310,7 @@ class ChildContext:
     def _end_stopped_server(self) -> None:
         """Kill the fork server if it is stopped and the root is gone: its other children would stay for ever."""
         server = self._start.server_pid
-        if linux.process_state(server) != "T":
+        if self._start.own or linux.process_state(server) != "T":
             return
         deadline = time.monotonic() + _AT_ONCE_S
         while linux.parent_of(server) == self._start.root_pid:  # only the middle owner is gone, or not quite the root
@@ -416,9 +424,9 @@ def run_child(start: ChildStart) -> NoReturn:
     try:
         if not linux.die_with_parent(start.server_pid, last_words=start.last_words):
             os._exit(1)
-        keep = {0, 1, 2, start.conn_fd, *start.fds, start.server_fd, start.console_fd}
-        linux.close_all_but(fd for fd in keep if fd >= 0)
-        complaints = _settle(start)
+        complaints = _take_place(start)
+        _clear_descriptors(start)
+        _settle(start)
         set_title(start.spawn.role)
         log = ProcessLog(start.log_dir, start.spawn.role, start.log_level, start.console_fd)
         faulthandler.enable(file=2)
@@ -438,30 +446,50 @@ def run_child(start: ChildStart) -> NoReturn:
         os._exit(code)
 
 
-def _settle(start: ChildStart) -> list[str]:
-    """CPUs, memory, environment, threads. What the system refuses is returned, not raised."""
+def _take_place(start: ChildStart) -> list[str]:
+    """CPUs and memory, before anything is allocated or any thread made. Refusals are returned, not raised."""
     complaints = []
     spawn = start.spawn
-    if spawn.cpus:
+    cpus = spawn.cpus or (start.allowed if set(start.allowed) != os.sched_getaffinity(0) else ())
+    if cpus:
         try:
-            host.bind(spawn.cpus)
+            host.bind(cpus, start.allowed)
         except OSError as error:
-            complaints.append(f"cannot bind to CPUs {spawn.cpus}: {error}")
+            complaints.append(f"cannot bind to CPUs {list(cpus)}: {error}")
     if spawn.numa_node is not None:
         try:
             linux.prefer_numa_node(spawn.numa_node)
         except OSError as error:
-            complaints.append(f"cannot prefer memory of NUMA node {spawn.numa_node}: {error}")
+            complaints.append(
+                f"cannot prefer memory of NUMA node {spawn.numa_node}: {error} (a container needs the right to: "
+                "--cap-add SYS_NICE)"
+            )
+    return complaints
+
+
+def _clear_descriptors(start: ChildStart) -> None:
+    """None is left that this process was not given."""
+    keep = [fd for fd in (0, 1, 2, start.conn_fd, *start.fds, start.server_fd, start.console_fd) if fd >= 0]
+    if start.own:  # objects of the owner's program may still close their numbers, which must not be ours then
+        linux.blank_all_but(keep[1:])
+    else:
+        linux.close_all_but(keep)
+
+
+def _settle(start: ChildStart) -> None:
+    """Environment, working folder, threads."""
     os.environ.clear()
     os.environ.update(start.env)
+    if not linux.has_working_folder():
+        os.chdir("/")
     threads = start.env.get("OMP_NUM_THREADS", "").split(",")[0]
     torch = sys.modules.get("torch")
     if torch is not None:
-        cores = len(os.sched_getaffinity(0))
+        cores = min(len(os.sched_getaffinity(0)), host.cores())
         count = int(threads) if threads.strip().isdecimal() and int(threads) > 0 else cores
-        torch.set_num_threads(min(count, max(cores, spawn.threads)))
+        torch.set_num_threads(min(count, max(cores, start.spawn.threads)))
     random = sys.modules.get("numpy.random")
     if random is not None:
         random.seed()  # else all children would draw the same numbers
+    gc.freeze()
     gc.enable()
-    return complaints

@@ -23,11 +23,12 @@ from socket import socket
 from typing import TYPE_CHECKING
 
 from drumline.errors import ChannelClosedError, ConfigError, DrumlineError, FailureReport
+from drumline.platforms import host
 from drumline.processes import messages as m
 from drumline.processes.connection import Connection, socket_pair
 from drumline.processes.core import Exit, State
 from drumline.processes.environment import ONE_THREAD, root_environment
-from drumline.processes.linux import process_state
+from drumline.processes.linux import has_working_folder, process_state
 from drumline.processes.logs import LogConfig
 from drumline.processes.reports import exit_report
 from drumline.processes.titles import FORK_SERVER
@@ -144,7 +145,11 @@ class ForkServer:
         self.obstacles: list[str] = []
         """Why it does not fork, if it does not (children are then executed fresh)."""
         self.import_seconds: dict[str, float] = {}
+        self.oom_kills = host.oom_kills() if process else None
+        """Out-of-memory kills before its own end. The supervisor counts again when it has heard of one."""
         self.members: dict[int, Member] = {}
+        self.log: LogConfig | None = None
+        """Of the run, where it is known here."""
         self.closing = False
         self.cleared = threading.Event()
         """Set by the supervisor that reads the connection."""
@@ -169,17 +174,11 @@ class ForkServer:
         ``env``: changes to this process's environment, for it and all children. ``role``: what reports of this
         process's death call it.
         """
-        if inside:
-            raise ConfigError(
-                f"{inside} is a process of drumline and cannot start an engine or executor of its own. Most likely the "
-                "module of your worker or extension class starts one while it is imported: put that part under "
-                "if __name__ == '__main__', or the class into a module of its own"
-            )
-        if not sys.executable:
-            raise DrumlineError("sys.executable is empty: this interpreter cannot be started again (embedded Python?)")
+        refuse_inside()
+        check_interpreter()
         log = log or LogConfig.create()
         base = root_environment(env or {})
-        console_fd = log.console_fd if _is_open(log.console_fd) else -1
+        console_fd = open_console(log)
         ours, theirs = socket_pair()
         with theirs:
             try:
@@ -189,6 +188,7 @@ class ForkServer:
                 raise
         conn: Connection[m.ToClient] = Connection(ours, m.ToClient)
         server = cls(conn, process, str(Path(log.dir) / f"{FORK_SERVER}-{process.pid}.log"))
+        server.log = log
         begin = m.Begin(
             role=role,
             pid=os.getpid(),
@@ -210,10 +210,11 @@ class ForkServer:
         return server
 
     @classmethod
-    def attach(cls, sock: socket) -> ForkServer:
+    def attach(cls, sock: socket, log: LogConfig | None = None) -> ForkServer:
         """Use a connection that a fork server made for this process."""
         server = cls(Connection(sock, m.ToClient), None, "")
         server.pid = os.getppid()  # it forked us
+        server.log = log
         return server
 
     def spawn(self, spec: ProcessSpec) -> Member:
@@ -276,6 +277,7 @@ class ForkServer:
             phase=self.phase,
             code=None if killed else code,
             signal=-code if killed and code is not None else None,
+            oom=code == -signal.SIGKILL and host.oom_killed_since(self.oom_kills),
             log_file=self.log_file,
         )
 
@@ -293,6 +295,9 @@ class ForkServer:
                 self.process.terminate()
                 timeout_s = min(timeout_s, _IMPORTING_WAIT_S)
             self._reap(self.process, timeout_s)
+        self._let_go()
+
+    def _let_go(self) -> None:
         supervisor = self._supervisor() if self._supervisor else None
         if supervisor is not None:
             supervisor.release(self)
@@ -328,14 +333,29 @@ def _close_all() -> None:
         server.close(timeout_s=2.0)
 
 
-def _is_open(fd: int) -> bool:
-    if fd < 0:
-        return False
+def refuse_inside() -> None:
+    """ConfigError in a process that was itself made by a fork server or an executor."""
+    if inside:
+        raise ConfigError(
+            f"{inside} is a process of drumline and cannot start an engine or executor of its own. Most likely the "
+            "module of your worker or extension class starts one while it is imported: put that part under "
+            "if __name__ == '__main__', or the class into a module of its own"
+        )
+
+
+def check_interpreter() -> None:
+    """DrumlineError if this interpreter cannot be executed again."""
+    if not sys.executable:
+        raise DrumlineError("sys.executable is empty: this interpreter cannot be started again (embedded Python?)")
+
+
+def open_console(log: LogConfig) -> int:
+    """The descriptor of the console, or -1 if it is not open."""
     try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
+        os.fstat(log.console_fd)
+    except OSError:  # -1 too
+        return -1
+    return log.console_fd
 
 
 def _execute(fd: int, console_fd: int, base: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -346,20 +366,11 @@ def _execute(fd: int, console_fd: int, base: Mapping[str, str]) -> subprocess.Po
             execution_command("drumline.processes.forkserver", fd),
             stdin=subprocess.DEVNULL,
             env={**base, **ONE_THREAD},
-            cwd=None if _has_working_folder() else "/",
+            cwd=None if has_working_folder() else "/",
             pass_fds=[one for one in (fd, console_fd) if one >= 0],
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _has_working_folder() -> bool:
-    """It may have been removed; libraries (MKL) refuse to load then, so our processes start in the root folder."""
-    try:
-        os.getcwd()  # noqa: PTH109 (only whether it is there)
-    except OSError:
-        return False
-    return True
 
 
 _BOOT = """

@@ -84,6 +84,13 @@ class Progressed:
 
 
 @dataclass(frozen=True)
+class Spoke:
+    """It sent its owner something, such as the phase of a process that it watches."""
+
+    key: int
+
+
+@dataclass(frozen=True)
 class BecameReady:
     """It is ready."""
 
@@ -163,6 +170,7 @@ Event = (
     | Born
     | Named
     | Progressed
+    | Spoke
     | BecameReady
     | ToldFailure
     | ConnectionEnded
@@ -370,6 +378,8 @@ class SupervisorCore:
                 record.phase = event.phase
                 self.last_progress = self._now
                 self._out.append(TellPhase(record.key, event.phase))
+            case Spoke():
+                self.last_progress = self._now
             case BecameReady():
                 self.last_progress = self._now
                 record.phase = "ready"

@@ -22,10 +22,23 @@ READ_AT_IMPORT = re.compile(
     r"LD_.*|GLIBC_TUNABLES|MALLOC_.*|_RJEM_MALLOC_CONF|JE_MALLOC_CONF"  # dynamic loader and allocators
     r"|PYTHON.*"  # the interpreter
     r"|OMP_.*|GOMP_.*|KMP_.*|MKL_.*|OPENBLAS_.*|BLIS_.*|VECLIB_.*"  # compute libraries
-    r"|TORCH(?!_NCCL_).*|PYTORCH_.*|ATEN_.*|TRITON_.*"
+    r"|TORCH(?!_NCCL_|ELASTIC_).*|PYTORCH_.*|ATEN_.*|TRITON_.*"
     r"|HF_.*|HUGGINGFACE_.*|TRANSFORMERS_.*|SAFETENSORS_.*"
 )
 """Names (full match) of variables that are read while an interpreter or a library loads."""
+
+
+OUTER_JOB = re.compile(
+    r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_NAME"
+    r"|ROLE_RANK|ROLE_WORLD_SIZE|TORCHELASTIC_.*"
+)
+"""Names (full match) of variables by which torchrun and its like tell a process its place in their job."""
+
+
+def without_outer_job(environ: Mapping[str, str]) -> dict[str, None]:
+    """Changes that keep an outer job's place from our processes: they have ranks of their own, and a library in them
+    that found these variables would wait for the outer job's processes."""
+    return {name: None for name in environ if OUTER_JOB.fullmatch(name)}
 
 
 def needs_fresh(base: Mapping[str, str], changes: Mapping[str, str | None]) -> list[str]:

@@ -13,8 +13,9 @@ Deaths:
 - An owner's end (its connection or its pidfd): its children are killed after a grace of 1 s.
 - The root's end without a goodbye: as the highest survivor this process prints the report on the console, kills all
   children after the grace and exits. While imports run (no loop yet) a timer signal looks for it.
-- Its own end: the children have PDEATHSIG, which follows the thread that forked them: the only one here. If the root
-  is gone too and nobody has said so, the root's own child with access (the engine core) reports both.
+- Its own end (its owners are told why, if that is an exception): the children have PDEATHSIG, which follows the thread
+  that forked them: the only one here. If the root is gone too and nobody has said so, the root's own child with access
+  (the engine core) reports both.
 - The root starts the engine again (``Clear``): all children are killed at once, and it is told when they are gone.
 - It is stopped (SIGSTOP) and the root is gone: a child that sees its owner gone kills it.
 
@@ -39,9 +40,8 @@ import socket
 import sys
 import time
 import types
-import warnings
 from dataclasses import dataclass, field
-from typing import NoReturn, cast
+from typing import cast
 
 import msgspec
 
@@ -49,15 +49,14 @@ from drumline.errors import ChannelClosedError, FailureReport
 from drumline.platforms import host
 from drumline.processes import linux
 from drumline.processes import messages as m
-from drumline.processes.child import ChildStart, run_child
-from drumline.processes.client import execution_command
+from drumline.processes.births import OomKills, execute_child, fork_child
+from drumline.processes.child import ChildStart
 from drumline.processes.connection import Connection, Frame, socket_pair
 from drumline.processes.environment import child_environment, needs_fresh
 from drumline.processes.logs import ProcessLog
 from drumline.processes.reports import exit_report, make_report, print_report
 from drumline.processes.titles import FORK_SERVER, set_title
 
-_SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
 _EXIT_WAIT_S = 0.2
 _LAST_WAIT_S = 2.0
 """How long the end waits for killed children before it leaves them to the kernel (state D)."""
@@ -104,7 +103,7 @@ class ForkServerProcess:
         self.terminated = False
         self.importing = False
         self.exit_code = 0
-        self.oom_kills = host.oom_kills()
+        self.oom_kills = OomKills()
         self.wake_r, self.wake_w = os.pipe()
         self.told = mmap.mmap(-1, 1)
         """Not zero: the root's death has been reported. Shared with forked children."""
@@ -125,9 +124,13 @@ class ForkServerProcess:
         self._check()
         gc.freeze()  # without a collection before: it takes 0.4 s, and what it would find is 11,000 small objects
         gc.enable()
-        self._handle_frames(self.root, self.early)
-        while not self._done():
-            self._turn()
+        try:
+            self._handle_frames(self.root, self.early)
+            while not self._done():
+                self._turn()
+        except BaseException as error:  # noqa: BLE001 (its children die with it: their owners must hear why)
+            self._tell_failure(make_report(error, role=FORK_SERVER, phase="ready", log_file=str(self.log.path)))
+            return 1
         return self.exit_code
 
     def _catch_signals(self) -> None:
@@ -180,14 +183,19 @@ class ForkServerProcess:
             signal.setitimer(signal.ITIMER_REAL, 0)
             report = make_report(error, role=FORK_SERVER, phase=phase, log_file=str(self.log.path))
             report.message = f"{report.message} (module {phase.partition(' ')[2]} of the preload list)"
-            self.log.note(report.text())
-            self._tell(self.root, m.ServerFailed(report), timeout_s=1.0)
+            self._tell_failure(report)
             return False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         self.importing = False
         self.import_seconds = seconds
         return True
+
+    def _tell_failure(self, report: FailureReport, timeout_s: float = 1.0) -> None:
+        """Why it ends, to all that have children of it."""
+        self.log.note(report.text())
+        for client in self.clients:
+            self._tell(client, m.ServerFailed(report), timeout_s=timeout_s)
 
     def _look_for_root(self, number: int, frame: types.FrameType | None) -> None:
         if _is_gone(self.root.pidfd) or _hung_up(self.root.conn.fd):
@@ -318,6 +326,7 @@ class ForkServerProcess:
             phase="",
             code=code,
             signal=number,
+            oom=number == signal.SIGKILL and self.oom_kills.grew(),
             message="it ended without closing; all its processes are being ended",
         )
 
@@ -355,8 +364,7 @@ class ForkServerProcess:
             signal=signal.SIGTERM,
             log_file=str(self.log.path),
         )
-        for client in self.clients:
-            self._tell(client, m.ServerFailed(report))
+        self._tell_failure(report, 0.0)
         self._end_all()
 
     def _reap(self) -> None:
@@ -377,16 +385,11 @@ class ForkServerProcess:
     def _tell_exit(self, child: _Child, result: os.waitid_result) -> None:
         os.close(child.pidfd)
         killed = result.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-        oom = False
-        if killed and result.si_status == signal.SIGKILL:
-            kills = host.oom_kills()
-            oom = kills is not None and self.oom_kills is not None and kills > self.oom_kills
-            self.oom_kills = kills
         message = m.Exited(
             key=child.key,
             code=None if killed else result.si_status,
             signal=result.si_status if killed else None,
-            oom=oom,
+            oom=killed and result.si_status == signal.SIGKILL and self.oom_kills.grew(),
             time=time.time(),
         )
         if not child.owner.gone:
@@ -435,6 +438,7 @@ class ForkServerProcess:
             server_pid=os.getpid(),
             console_fd=self.console_fd,
             log_dir=self.log_dir,
+            allowed=host.allowed_cpus(),
             log_level=self.begin.log_level,
             grace_s=self.begin.grace_s,
             root_role=self.begin.role,
@@ -443,7 +447,11 @@ class ForkServerProcess:
             told=self.told,
         )
         try:
-            pid = self._execute(start) if fresh else self._fork(start, ours, theirs)
+            pid = (
+                execute_child(start, self.begin.sys_path)
+                if fresh
+                else fork_child(start, lambda: self._forget(ours, theirs))
+            )
             pidfd = os.pidfd_open(pid)
         except OSError as error:
             report = make_report(error, role=spawn.role, rank=spawn.rank, phase="starting")
@@ -460,51 +468,13 @@ class ForkServerProcess:
             self._tell(child.as_client, m.ServerReady(self.obstacles, self.import_seconds))
         self._tell(client, m.Spawned(spawn.key, pid, fresh), fds=[pidfd])
 
-    def _fork(self, start: ChildStart, *sockets: socket.socket | None) -> int:
-        # Signals wait until the child has handlers of its own.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # threads: checked by name
-                pid = os.fork()
-            if pid == 0:
-                self._become_child(start, [sock for sock in sockets if sock is not None])
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return pid
-
-    def _become_child(self, start: ChildStart, sockets: list[socket.socket]) -> NoReturn:
-        try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, [])
-            # Objects that own descriptors must forget them: their numbers will belong to others.
-            for client in self.clients:
-                client.conn.abandon()
-            for sock in sockets:
+    def _forget(self, *sockets: socket.socket | None) -> None:
+        """In the child: objects that own descriptors must forget them: their numbers will belong to others."""
+        for client in self.clients:
+            client.conn.abandon()
+        for sock in sockets:
+            if sock is not None:
                 sock.detach()
-            run_child(start)
-        finally:
-            os._exit(70)
-
-    def _execute(self, start: ChildStart) -> int:
-        spec_fd = os.memfd_create("drumline-child")
-        inherited = [fd for fd in (spec_fd, start.conn_fd, *start.fds, start.server_fd, start.console_fd) if fd >= 0]
-        try:
-            texts = {"env": m.pack_env(start.env), "log_dir": os.fsencode(start.log_dir)}
-            given = {name: value for name, value in vars(start).items() if name != "told"}
-            spec = m.FreshSpec(sys_path=self.begin.sys_path, **{**given, **texts})
-            with os.fdopen(os.dup(spec_fd), "wb") as file:
-                file.write(m.encode(spec))
-            for fd in inherited:
-                os.set_inheritable(fd, True)
-            command = execution_command("drumline.processes.fresh", spec_fd)
-            return os.posix_spawn(sys.executable, command, start.env)
-        finally:
-            for fd in inherited:
-                os.set_inheritable(fd, False)
-            os.close(spec_fd)
 
     def _tell(self, client: _Client, message: object, fds: list[int] | None = None, timeout_s: float = 0.0) -> None:
         with contextlib.suppress(ChannelClosedError, TimeoutError):  # its end is seen elsewhere; what waits goes later

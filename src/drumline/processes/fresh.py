@@ -39,5 +39,7 @@ def main() -> None:
             root_role=spec.root_role,
             root_pid=spec.root_pid,
             of_root=spec.of_root,
+            own=spec.own,
+            allowed=tuple(spec.allowed),
         )
     )

@@ -17,7 +17,15 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MPOL_PREFERRED = 1
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+SET_MEMPOLICY = {
+    "x86_64": 238,
+    "aarch64": 237,
+    "riscv64": 237,
+    "loongarch64": 237,
+    "ppc64le": 261,
+    "s390x": 270,
+}
+"""Number of the system call; the C library has no function for it."""
 
 ALLOWED_THREADS = frozenset({"jemalloc_bg_thd"})
 """Threads that may live in a process that forks: they hold no lock that a child needs (jemalloc has fork handlers)."""
@@ -58,7 +66,7 @@ def become_subreaper() -> None:
 
 def prefer_numa_node(node: int) -> None:
     """Take memory from this node first. OSError where the kernel or a sandbox refuses."""
-    number = _SET_MEMPOLICY.get(platform.machine())
+    number = SET_MEMPOLICY.get(platform.machine())
     if number is None:
         raise OSError(f"no set_mempolicy number known for {platform.machine()}")
     mask = (ctypes.c_ulong * 16)()
@@ -92,6 +100,25 @@ def close_all_but(keep: Iterable[int]) -> None:
     highest = max((int(name) for name in os.listdir("/proc/self/fd")), default=0)  # noqa: PTH208
     if low <= highest:
         os.closerange(low, highest + 1)
+
+
+def blank_all_but(keep: Iterable[int]) -> None:
+    """As :func:`close_all_but`, but the numbers stay taken, by ``/dev/null``."""
+    kept = set(keep)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in open_fds():
+        if fd not in kept and fd != null:
+            os.dup2(null, fd, inheritable=fd == 0)
+    os.close(null)
+
+
+def has_working_folder() -> bool:
+    """It may have been removed; libraries (MKL) refuse to load then, so our processes go to the root folder."""
+    try:
+        os.getcwd()  # noqa: PTH109 (only whether it is there)
+    except OSError:
+        return False
+    return True
 
 
 def thread_names() -> dict[int, str]:

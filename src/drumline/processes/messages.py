@@ -215,3 +215,5 @@ class FreshSpec(msgspec.Struct, kw_only=True):
     root_role: str = ""
     root_pid: int = 0
     of_root: bool = False
+    own: bool = False
+    allowed: tuple[int, ...] = ()

@@ -117,7 +117,8 @@ def exit_report(
     else:
         what, kind = "exit", f"exit code {code}" if code is not None else "unknown exit code"
     if oom:
-        message = "the kernel's out-of-memory killer ended it (oom_kill of the cgroup rose)"
+        why = "the kernel's out-of-memory killer ended it (oom_kill of the cgroup rose)"
+        message = f"{why}; {message}" if message else why
     return FailureReport(
         role=role,
         rank=rank,

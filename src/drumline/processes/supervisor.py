@@ -27,12 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from drumline.errors import ChannelClosedError, DrumlineError, FailureReport, StartupError
+from drumline.platforms import host
 from drumline.processes import core as c
 from drumline.processes import linux
 from drumline.processes import messages as m
 from drumline.processes.client import ForkServer, Member
 from drumline.processes.live import LiveReport, look_at, only_stacks
 from drumline.processes.reports import make_report, with_log_tail
+from drumline.processes.titles import FORK_SERVER
 
 logger = logging.getLogger(__name__)
 
@@ -115,12 +117,24 @@ class Supervisor:
         self._members[member.key] = member
         self._post(lambda: self._add(member))
 
-    def wait_all_ready(self, members: Sequence[Member], no_progress_timeout: float = 600.0) -> None:
+    def wait_all_ready(
+        self, members: Sequence[Member], no_progress_timeout: float = 600.0, *, deputies_s: float = 0.0
+    ) -> None:
         """Wait until all are ready. StartupError with the root cause if one fails, or if nobody makes progress.
 
-        Progress is a phase, a birth or a ready report of anyone, the fork server's imports included. Before it raises,
-        all of ``members`` are killed.
+        Progress is a phase, a birth, a word or a ready report of anyone, the fork server's imports included. Before it
+        raises, all of ``members`` are killed. ``deputies_s``: how much longer members have that watch others with the
+        same limit, know better who is late, and can say so: those that exist and are not stopped.
         """
+        self._wait_start(members, lambda member: member.state is c.State.READY, no_progress_timeout, deputies_s)
+
+    def _wait_start(
+        self,
+        members: Sequence[Member],
+        done: Callable[[Member], bool],
+        no_progress_timeout: float,
+        deputies_s: float = 0.0,
+    ) -> None:
         self._not_in_own_thread()
         started = time.monotonic()
         keys = {member.key for member in members}
@@ -128,20 +142,27 @@ class Supervisor:
         with self._changed:
             while report is None:
                 report = self._startup_failure(keys, members)
-                if report is not None or all(member.state is c.State.READY for member in members):
+                if report is not None or all(map(done, members)):
                     break
                 if self._closed:
                     raise DrumlineError("this supervisor has been closed")
                 left = max(self._core.last_progress, started) + no_progress_timeout - time.monotonic()
+                if left <= 0 and all(one.pid and linux.process_state(one.pid) != "T" for one in _late(members)):
+                    left += deputies_s
                 if left <= 0:
                     report = self._no_progress(members, no_progress_timeout)
                 else:
-                    self._changed.wait(min(left, 5.0))
+                    self._changed.wait(min(left, 1.0))
         if report is not None:
             if report.what == "hang":
                 self._add_stacks(report, members)
             self.shutdown(members, force=True)
             raise StartupError(report)
+
+    def wait_alive(self, member: Member, no_progress_timeout: float = 600.0) -> None:
+        """Wait until it has said its first word: its environment, CPUs and threads are set then. StartupError as
+        :meth:`wait_all_ready`."""
+        self._wait_start([member], lambda one: bool(one.log_file), no_progress_timeout)
 
     def request_stop(self, members: Iterable[Member], *, force: bool = False) -> None:
         """Start the ladder for these and return at once. ``force``: SIGKILL at once."""
@@ -233,7 +254,7 @@ class Supervisor:
         return None
 
     def _no_progress(self, members: Sequence[Member], timeout: float) -> FailureReport:
-        late = [member for member in members if member.state is not c.State.READY]
+        late = _late(members)
         lines = [f"no progress of any process for {timeout:g} s; not ready:"]
         for member in late:
             where = "no process yet"
@@ -241,19 +262,21 @@ class Supervisor:
                 state, channel = linux.process_state(member.pid), linux.wait_channel(member.pid)
                 where = f"pid {member.pid}, state {state or 'gone'}" + (f", waits in {channel}" if channel else "")
             lines.append(f"  {member.role} in phase {member.phase!r} ({where}) {member.log_file}".rstrip())
-        if any(not member.pid for member in late):
-            lines += [f"  the fork server is in phase {server.phase!r}" for server in self._servers]
-        first = late[0]
-        return FailureReport(
-            role=first.role,
-            rank=first.rank,
-            host=socket.gethostname(),
-            pid=first.pid,
-            phase=first.phase,
-            what="hang",
-            message="\n".join(lines),
-            log_file=first.log_file,
-        )
+        stopped = [member for member in late if linux.process_state(member.pid) == "T"]
+        unborn = any(not member.pid for member in late)
+        for server in self._servers if unborn else ():
+            state = linux.process_state(server.pid)
+            lines.append(f"  the fork server is in phase {server.phase!r} (pid {server.pid}, state {state or 'gone'})")
+        report = FailureReport(role="", host=socket.gethostname(), what="hang", message="\n".join(lines))
+        if unborn and self._servers and not stopped:
+            server = self._servers[0]
+            report.role, report.pid, report.phase = FORK_SERVER, server.pid, server.phase
+            report.log_file = server.log_file
+        else:  # one that is stopped is why others wait
+            odd = (stopped or late)[0]
+            report.role, report.rank, report.pid, report.phase = odd.role, odd.rank, odd.pid, odd.phase
+            report.log_file = odd.log_file
+        return report
 
     def _add_stacks(self, report: FailureReport, members: Sequence[Member]) -> None:
         """Of a start without progress, before anything is killed."""
@@ -400,6 +423,8 @@ class Supervisor:
                 self._feed(c.ToldFailure(message.key, message.report))
                 self._feed(c.ExitTold(message.key, c.Exit(), time.time()))
             case m.Exited():
+                if message.oom:
+                    server.oom_kills = host.oom_kills()
                 how = c.Exit(message.code, message.signal, message.oom)
                 self._feed(c.ExitTold(message.key, how, message.time))
             case m.Cleared():
@@ -483,6 +508,8 @@ class Supervisor:
             case m.Failed():
                 self._feed(c.ToldFailure(member.key, message.report))
             case m.Data():
+                if member.state is c.State.STARTING:
+                    self._feed(c.Spoke(member.key))
                 self._emit(MemberEvent(kind=EventKind.MESSAGE, member=member, data=message.data))
 
     def _forget(self, members: list[Member]) -> None:
@@ -597,6 +624,11 @@ class Supervisor:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+
+def _late(members: Sequence[Member]) -> list[Member]:
+    """Those that are not ready."""
+    return [member for member in members if member.state is not c.State.READY]
 
 
 def _size(path: str) -> int:

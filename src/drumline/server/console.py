@@ -87,13 +87,23 @@ def tables(
     say(f"{info.model_type or 'model'}, {info.dtype}, up to {info.max_model_len} tokens a request, {blocks}")
 
 
+def start(phases: dict[str, float], whole_s: float) -> None:
+    """How long the start took, by phase; the sum, and the whole as the kernel has it."""
+    from rich.console import Console
+
+    table = _table("start", "seconds")
+    for name, seconds in (*phases.items(), ("sum", sum(phases.values())), ("from the command to ready", whole_s)):
+        table.add_row(name, f"{seconds:.2f}")
+    _print(Console(stderr=True, soft_wrap=True), table)
+
+
 def _table(*columns: str) -> Table:
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in columns:
-        table.add_column(name, justify="right" if name in ("pid", "rank", "memory") else "left")
+        table.add_column(name, justify="right" if name in ("pid", "rank", "memory", "seconds") else "left")
     return table
 
 

@@ -165,6 +165,15 @@ class Metrics(Collector):
         service = self._service
         labels = {"model_name": service.names[0], "engine": ENGINE}
         yield _gauge("drumline:ready", "1 when requests are served", float(service.status == "ready"), labels)
+        if service.start is not None:
+            phases = GaugeMetricFamily(
+                "drumline:start_seconds", "Seconds of the start by phase", labels=[*labels, "phase"]
+            )
+            for phase, seconds in service.start.phases.items():
+                phases.add_metric([*labels.values(), phase], seconds)
+            yield phases
+            text = "Seconds from the command to ready"
+            yield _gauge("drumline:start_whole_seconds", text, service.start.whole_s, labels)
         http = CounterMetricFamily("drumline:http_requests", "HTTP answers", labels=["method", "handler", "status"])
         for key, count in self.http.items():
             http.add_metric(list(key), count)

@@ -39,6 +39,7 @@ import uvloop
 from drumline.config import EngineConfig, ServerConfig
 from drumline.engine.checks import check_machine, check_model
 from drumline.engine.protocol import AsyncEngine, EngineInfo
+from drumline.engine.starts import FrontMarks
 from drumline.errors import ConfigError, DrumlineError, ExitCode, FailedError, FailureReport
 from drumline.platforms import device_table
 from drumline.processes.logs import DATE_FORMAT, LOG_FORMAT, console_as_stderr
@@ -48,7 +49,7 @@ from drumline.server.app import create_app
 from drumline.server.drain import drain
 from drumline.server.errors import ApiError, unavailable
 from drumline.server.prompts import TextFiles, TextRoom
-from drumline.server.service import RETRY_S, Service
+from drumline.server.service import RETRY_S, Service, Start, age_of_process
 from drumline.server.sockets import bind, is_loopback, listeners, url
 from drumline.server.uvicorn_server import HttpServer
 
@@ -66,13 +67,19 @@ LAST_THREADS_S = 0.5
 """How long they may go on when all else has ended."""
 
 
-def serve(config: EngineConfig, server: ServerConfig) -> int:
-    """Serve until a signal or a failure; the exit code. ConfigError if it cannot even begin."""
+def serve(config: EngineConfig, server: ServerConfig, began: float | None = None) -> int:
+    """Serve until a signal or a failure; the exit code. ConfigError if it cannot even begin.
+
+    ``began``: time.monotonic() when the command's first line ran, if this is a command.
+    """
     with console_as_stderr():
-        return _serve(config, server)
+        return _serve(config, server, began)
 
 
-def _serve(config: EngineConfig, server: ServerConfig) -> int:
+def _serve(config: EngineConfig, server: ServerConfig, began: float | None) -> int:
+    now = time.monotonic()
+    marks = FrontMarks(now - age_of_process(), began or now)
+    marks.end("imports of the command", now)
     try:
         config = check_machine(config, device_table(config.platform))
     except TypeError as error:
@@ -89,7 +96,7 @@ def _serve(config: EngineConfig, server: ServerConfig) -> int:
         threads = ThreadPoolExecutor(thread_name_prefix=THREADS)
         runner.get_loop().set_default_executor(threads)
         try:
-            return runner.run(Command(config, server, sockets, signals).run())
+            return runner.run(Command(config, server, sockets, signals, marks).run())
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
             if not wait_for_threads(LAST_THREADS_S):
@@ -142,9 +149,15 @@ class Command:
     """One run of ``drumline serve``."""
 
     def __init__(
-        self, config: EngineConfig, server: ServerConfig, sockets: Sequence[socket.socket], signals: EarlySignals
+        self,
+        config: EngineConfig,
+        server: ServerConfig,
+        sockets: Sequence[socket.socket],
+        signals: EarlySignals,
+        marks: FrontMarks,
     ) -> None:
         self._config = config
+        self._marks = marks
         self._server = server
         self._sockets = sockets
         self._early = signals
@@ -163,6 +176,7 @@ class Command:
         """Steps 2 to 8; the exit code."""
         self._take_signals()
         serving = asyncio.create_task(self._http.run_on(self._sockets))
+        self._marks.end("listening", time.monotonic())
         console.say(f"drumline listens on {url(self._sockets[0])} (not ready yet; /startupz tells the phase)")
         if not self._server.api_key and self.service.local is None:
             console.say("Everybody who reaches this port may use the model: there is no --api-key.")
@@ -265,12 +279,15 @@ class Command:
         check_model(config)
         self.service.set_phase("starting the engine")
         self._engine = self.service.engine = make_engine(config, self._server)
+        self._marks.end("model folder", time.monotonic())
         info, files = await self._start_engine(
             asyncio.create_task(self._engine.start()),
             asyncio.create_task(asyncio.to_thread(TextFiles.read, config)),
             asyncio.create_task(self._show_progress()),
         )
         self.service.ready(self._engine, TextRoom(files, info, seed=config.model.seed))
+        phases = self._marks.ready(self._engine.start_seconds(), time.monotonic())
+        self.service.start = Start(phases, age_of_process())
         await self._announce(info)
         gc.collect()
         gc.freeze()
@@ -305,6 +322,8 @@ class Command:
             lambda: (proportional_memory(row.pid for row in processes), listeners([(p.name, p.pid) for p in processes]))
         )
         console.tables(processes, memory, found, info)
+        if self.service.start is not None:
+            console.start(self.service.start.phases, self.service.start.whole_s)
         text = self.service.text
         chat = text is not None and text.can_chat
         speaks = text is not None and text.tokenizer is not None
@@ -356,10 +375,7 @@ def make_engine(config: EngineConfig, server: ServerConfig) -> AsyncEngine:
 
     if server.recovery == "off":
         return AsyncEngineClient(config)
-    limits = Limits(
-        restarts=server.recovery_restarts, window_s=server.recovery_window_s, backoff_s=server.recovery_backoff_s
-    )
-    return RecoveringEngineClient(config, limits)
+    return RecoveringEngineClient(config, Limits.of(server))
 
 
 def wait_for_threads(limit_s: float) -> bool:

@@ -11,6 +11,7 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import drumline
@@ -27,6 +28,16 @@ RETRY_S = 5
 """When to come back to a server that ends, in seconds: whatever runs it may have started another one by then."""
 RECOVERY_RETRY_S = 2
 """``Retry-After`` while the engine is started again."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How long the start took."""
+
+    phases: dict[str, float]
+    """Seconds by phase, in their order (``engine.starts``)."""
+    whole_s: float
+    """From the command to the first request that would be served, by the kernel's clock of processes."""
 
 
 class Service:
@@ -53,12 +64,14 @@ class Service:
         """Requests that are being served: read in full, and not answered in full."""
         self.leaving = False
         """Clients had better close their connections: the server is about to end."""
+        self.start: Start | None = None
+        """Once it is ready."""
         self.phase = "starting"
         self.message = ""
         self._status = "starting"
         self._refusing = False
         self._ended: asyncio.Future[ApiError] | None = None
-        self._began = time.monotonic() - _age_of_process()
+        self._began = time.monotonic() - age_of_process()
         self._live: asyncio.Future[LiveReport] | None = None
         self._seen: dict[str, tuple[str, float]] = {}
 
@@ -205,7 +218,7 @@ class Service:
         return StartupState(status=self.status, phase=self.phase, seconds=seconds, processes=rows, message=message)
 
 
-def _age_of_process() -> float:
+def age_of_process() -> float:
     """Seconds since this process was started by its parent."""
     try:
         with open("/proc/self/stat", "rb") as file:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from drumline.engine.protocol import RequestOutput as EngineOutput
-from drumline.errors import DrumlineError
+from drumline.errors import DrumlineError, RequestFailedError
 from drumline.plan.step import TokenLogprobs
 from drumline.text.detokenize import Detokenizer
 from drumline.text.requests import PreparedRequest
@@ -41,7 +41,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     """For each output token: the sampled token and the most likely ones."""
     finish_reason: str | None = None
-    """``stop``, ``length``, ``abort``, or None while it goes on."""
+    """``stop``, ``length``, ``abort``, ``error`` (see ``RequestOutput.error``), or None while it goes on."""
     stop_reason: int | str | None = None
     """Stop text or stop token that ended it; None for the end-of-sequence token; ``bad_words`` where bad words left no
     token to choose."""
@@ -65,6 +65,8 @@ class RequestOutput:
     """For each token of the prompt: itself and the most likely ones; None for the first, which nothing is before."""
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache."""
+    error: RequestFailedError | None = None
+    """Why this prompt alone could not be computed; its outputs have what came before."""
     metrics: None = None
     lora_request: None = None
     encoder_prompt: None = None
@@ -110,6 +112,7 @@ class OutputAssembler:
             if self._wants_logprobs:
                 child.output.logprobs, child.output.cumulative_logprob = [], 0.0
         self._aborts: list[str] = []
+        self._error: RequestFailedError | None = None
 
     def get_ready(self) -> None:
         """Do now what the first :meth:`push` of each child would do else: to be called once the engine is at work."""
@@ -141,13 +144,16 @@ class OutputAssembler:
     def push(self, new: EngineOutput) -> CompletionOutput | None:
         """What is new in the child that ``new`` belongs to; None if it has ended already or nothing is new.
 
-        Raises :class:`DrumlineError` if the engine says that it failed on the request.
+        Raises :class:`RequestFailedError` if the request could not be computed, DrumlineError if it was refused.
         """
         child = self._children[new.request_id]
         if child.output.finished():
             return None
         if new.finish_reason == "error":
-            raise DrumlineError(f"Request {self._prepared.request_id} failed: {new.message or 'no reason given'}")
+            said = f"Request {self._prepared.request_id} failed: {new.message or 'no reason given'}"
+            if new.stop_reason is not None:
+                raise RequestFailedError(said, reason=new.stop_reason)
+            raise DrumlineError(said)
         # After a recovery the engine may say again what is known already; it never leaves tokens out.
         known = child.received - new.first_index
         if known < 0:
@@ -176,6 +182,19 @@ class OutputAssembler:
         _merge(child.output, delta)
         return delta
 
+    def fail(self, error: RequestFailedError) -> None:
+        """End all outputs that have not ended, as failed."""
+        self._error = error
+        for name, child in self._children.items():
+            if not child.output.finished():
+                child.output.finish_reason, child.output.stop_reason = "error", error.reason
+                self._aborts.append(name)
+
+    @property
+    def failed(self) -> bool:
+        """:meth:`fail` was called."""
+        return self._error is not None
+
     def result(self) -> RequestOutput:
         """All outputs so far."""
         cached = [child.cached for child in self._children.values()]
@@ -187,6 +206,7 @@ class OutputAssembler:
             finished=self.finished,
             prompt_logprobs=self._prompt_logprobs,
             num_cached_tokens=cached[0] if cached else 0,
+            error=self._error,
         )
 
     @property

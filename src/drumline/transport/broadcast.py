@@ -32,12 +32,12 @@ from drumline.errors import MessageTooLargeError, RPCTimeoutError
 from drumline.transport.arena import ArenaLayout, ArenaReader, ArenaWriter
 from drumline.transport.doorbell import Doorbell, ring_all
 from drumline.transport.memory import SharedMemory
+from drumline.transport.native import SMALL as NATIVE_SMALL
 from drumline.transport.records import bytes_of
 from drumline.transport.ring import Message, Part, Pieces, RingLayout, RingReader, RingWriter
-from drumline.transport.spin import Pace
+from drumline.transport.spin import BURST_NS, Pace
 from drumline.transport.waiter import Waiter
 
-SMALL = 8192
 PATIENCE_S = 0.05
 """How long a large message waits for room in the arena before it goes through the ring."""
 
@@ -104,10 +104,11 @@ class QueueWriter:
         self._bells = tuple(bells)
         self._largest = largest
         most = ring.layout.largest_message // 4
-        self.small = SMALL if largest is None else min(SMALL, most, largest)
+        self.small = NATIVE_SMALL if largest is None else min(NATIVE_SMALL, most, largest)
         """Bytes up to which a message without buffers may go straight to :meth:`try_write`: it is not too large, and so
         small that no other way is better."""
         self._patience_s = PATIENCE_S
+        self._send = ring.sender(self._bells)
         self._pace = Pace() if any(bell.roomy for bell in self._bells) else None
         """Tells readers that watch when the next message is due."""
 
@@ -122,11 +123,48 @@ class QueueWriter:
         Everything is copied: the caller may change it afterwards. MessageTooLargeError if it can never fit in one piece
         (:meth:`enqueue` sends it in several). See :meth:`RingWriter.try_write` for the arguments.
         """
-        due = self._pace.sends(perf_counter_ns()) if self._pace is not None else 0
-        if not self._ring.try_write(parts, kind, buffers, due):
+        if buffers or len(parts) != 1:
+            if buffers or bytes_of(parts) > NATIVE_SMALL:
+                return self._try_write(parts, kind, buffers)
+            part: Part = b"".join(parts)
+        else:
+            part = parts[0]
+        if type(part) is bytes and len(part) <= NATIVE_SMALL:
+            return self.write_small(part, kind)
+        return self._try_write(parts, kind, buffers)
+
+    def write_small(self, data: bytes, kind: int = 0) -> bool:
+        """:meth:`try_write` for at most ``native.SMALL`` bytes: the way of nearly every message."""
+        pace = self._pace
+        due = 0
+        if pace is not None:
+            now = perf_counter_ns()
+            if now - pace.last < BURST_NS:
+                pace.last, due = now, pace.due
+            else:
+                due = pace.sends(now)
+        if self._send is None or not self._send(data, kind, due):
+            if not self._ring.try_write((data,), kind, (), due):
+                return False
+            ring_all(self._bells)
+        if pace is not None and pace.gap:
+            pace.learn()
+        return True
+
+    def _try_write(self, parts: Sequence[Part], kind: int, buffers: Sequence[Part]) -> bool:
+        if not self._ring.try_write(parts, kind, buffers, self._due()):
             return False
         ring_all(self._bells)
         return True
+
+    def _due(self) -> int:
+        pace = self._pace
+        if pace is None:
+            return 0
+        due = pace.sends(perf_counter_ns())
+        if pace.gap:
+            pace.learn()
+        return due
 
     def enqueue(
         self,
@@ -188,8 +226,7 @@ class QueueWriter:
 
     def start(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = ()) -> Sending:
         """Begin to send a message of any size without waiting, see :class:`Sending`. One at a time, none between."""
-        due = self._pace.sends(perf_counter_ns()) if self._pace is not None else 0
-        return Sending(self._ring, self._bells, parts, kind, buffers, due)
+        return Sending(self._ring, self._bells, parts, kind, buffers, self._due())
 
     def _no_room(self) -> RPCTimeoutError:
         backlog = self.backlog()
@@ -197,6 +234,11 @@ class QueueWriter:
             f"no room in the message queue until the deadline: reader {backlog.index(max(backlog))} is the slowest "
             f"(slots not read yet, by reader: {backlog}, of {self._ring.layout.slots})"
         )
+
+    @property
+    def state(self) -> memoryview:
+        """See :attr:`RingWriter.state`."""
+        return self._ring.state
 
     @property
     def written(self) -> int:

@@ -189,7 +189,7 @@ def _encode_pickle(obj: Any) -> Encoded:
         return _parts_of(*_dump_by_value(obj))
     try:
         kept = _kept.pop()
-        if kept.key != (len(copyreg.dispatch_table), sys.modules.get("numpy"), sys.modules.get("torch")):
+        if kept.key != (len(copyreg.dispatch_table), len(sys.modules)):
             kept = _Pickling()
     except IndexError:  # another thread, or what this thread is pickling, is inside
         kept = _Pickling()
@@ -218,7 +218,7 @@ class _Pickling:
     __slots__ = ("clear_memo", "dump", "key", "pieces", "views")
 
     def __init__(self) -> None:
-        key = (len(copyreg.dispatch_table), sys.modules.get("numpy"), sys.modules.get("torch"))
+        key = (len(copyreg.dispatch_table), len(sys.modules))  # one look each, where a look for a name takes several
         table = _dispatch()
         self.key = key if table is _dispatch_table else None  # None: a module is just being imported
         self.pieces: list[Part] = []

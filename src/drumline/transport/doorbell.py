@@ -19,9 +19,10 @@ that was preempted between load and store brings back a value that the waiter ha
 its own and writes ``own counter << 8 | id``: never a value that anyone has written before, in whatever order the
 stores arrive. No lock is needed between processes, nor between threads of a process: the counter is an
 ``itertools.count``, whose ``next`` is atomic under the GIL, and a late store of a unique value is as good as an early
-one. So a signal handler may ring as well. Counters have 24 bits: a value comes again after 16.7 million rings of one
-ringer, which would have to happen between a waiter's read and its sleep, a microsecond later. They start at a random
-place, so that a ringer which takes over the id of a dead one does not repeat its values.
+one. So a signal handler may ring as well. Counters have 24 bits, the last of which tells rings in Python from those in
+machine code (:mod:`native`): a value comes again after 8.4 million rings of one ringer, which would have to happen
+between a waiter's read and its sleep, a microsecond later. They start at a random place, so that a ringer which takes
+over the id of a dead one does not repeat its values.
 
 **A wake may be skipped, and why nothing is lost by it.** A wake that wakes nobody costs a microsecond, and with eight
 readers that watch the word anyway it would cost eight a message. So who is about to sleep says so first, in a word
@@ -49,6 +50,7 @@ import time
 from collections.abc import Iterable
 
 from drumline.errors import ChannelClosedError
+from drumline.transport import native
 from drumline.transport.fence import fence, no_order, order
 from drumline.transport.futex import futex_number, futex_or_none, futex_wait, wait_arguments, wake_arguments, wake_call
 from drumline.transport.memory import SharedMemory
@@ -91,7 +93,11 @@ class Doorbell:
         self._wake = wake_arguments(self._number or 0, address)
         self._wait = wait_arguments(self._number or 0, address)
         self.words = memory.buf[:DOORBELL_BYTES].cast("I")
-        self._counter = itertools.count(int.from_bytes(os.urandom(3), "little") << 8 | ringer_id, 256)
+        start = int.from_bytes(os.urandom(3), "little") << 8 | ringer_id
+        self._counter = itertools.count(start, native.BELL_STEP)
+        self.native_address, self._native = native.words(native.BELL_WORDS)
+        """Where machine code finds what it needs to ring this bell. It takes the values between the counter's."""
+        self._native[native.BELL_ADDRESS], self._native[native.BELL_COUNTER] = address, start + 256
         self.parts = self.words, self._counter, self._wake
         """What :func:`ring_all` needs, in one look."""
         self._sleepers = 0
@@ -174,6 +180,7 @@ class Doorbell:
 
     def close(self) -> None:
         """Let go of the word; the memory too, if it was attached. Idempotent."""
+        self._native[native.BELL_ADDRESS] = 0
         self.words.release()
         self._wait = wait_arguments(self._number or 0, 0)
         if self._own_memory:

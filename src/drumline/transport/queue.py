@@ -32,6 +32,8 @@ from drumline.transport.deaths import DeathSource
 from drumline.transport.doorbell import Doorbell
 from drumline.transport.handles import HandleData, QueueHandle
 from drumline.transport.links import Link, attach_link, link_pair
+from drumline.transport.native import COUNT
+from drumline.transport.rehearsal import Rehearsal
 from drumline.transport.remote_options import RemoteOptions
 from drumline.transport.service import Service
 from drumline.transport.waiter import Waiter, deadline_after
@@ -109,6 +111,8 @@ class _LocalEnd:
         self._theirs = [theirs for _, theirs in pairs]
         self._written: deque[tuple[int, float]] = deque(maxlen=slots)
         """What the ring had counted after each message that may be unread, and when."""
+        self.small = self._writer.small
+        self._state = self._writer.state
 
     def fds(self, index: int) -> tuple[int, ...]:
         arena = self._queue.arena_fd
@@ -117,11 +121,15 @@ class _LocalEnd:
 
     def write(self, encoded: Encoded, deadline: float | None, alive: Callable[[], None]) -> None:
         kind, parts, buffers = encoded
-        writer = self._writer
-        small = not buffers and len(parts) == 1 and type(parts[0]) is bytes and len(parts[0]) <= writer.small
-        if not small or not writer.try_write(parts, kind):
-            writer.enqueue(parts, self._waiter, deadline, alive, kind, buffers)
-        self._written.append((writer.written, monotonic()))
+        self._writer.enqueue(parts, self._waiter, deadline, alive, kind, buffers)
+        self._written.append((self._writer.written, monotonic()))
+
+    def write_small(self, data: bytes, kind: int) -> bool:
+        """:meth:`write` for at most ``small`` bytes. False if there is no room now."""
+        if not self._writer.write_small(data, kind):
+            return False
+        self._written.append((self._state[COUNT], monotonic()))
+        return True
 
     def laggards(self) -> list[str]:
         now = time.monotonic()
@@ -272,7 +280,7 @@ class MessageQueue:
         Whatever pickling raises for what cannot be sent.
         """
         deadline = None if timeout is None else deadline_after(timeout)
-        encoded = self._encode(obj)
+        encoded = kind, parts, buffers = self._encode(obj)
         if self._closed or self._watch.over or self._remote is not None:
             self._check()
         turn = self._turn
@@ -281,12 +289,16 @@ class MessageQueue:
             if not turn.acquire(timeout=left):
                 raise QueueTimeoutError(f"{self.name}: no turn within {timeout:g} s: another thread waits for room")
         try:
-            if self._remote is None:
-                self._begin = 0.0
-                assert self._local is not None
-                self._local.write(encoded, deadline, self._alive)
-            else:
-                self._send(encoded, deadline, self._remote)
+            local = self._local
+            if self._remote is not None or local is None:
+                self._send(encoded, deadline)
+                return
+            if len(parts) == 1 and not buffers:
+                data = parts[0]
+                if type(data) is bytes and len(data) <= local.small and local.write_small(data, kind):
+                    return
+            self._begin = 0.0
+            local.write(encoded, deadline, self._alive)
         except RPCTimeoutError:
             raise self._no_room(timeout) from None
         except QueueTimeoutError:
@@ -298,9 +310,11 @@ class MessageQueue:
         who = "; ".join(self.laggards()) or "all have read everything by now"
         return QueueTimeoutError(f"{self.name}: no room within {timeout:g} s: {who}")
 
-    def _send(self, encoded: Encoded, deadline: float | None, remote: RemoteWriter) -> None:
+    def _send(self, encoded: Encoded, deadline: float | None) -> None:
         """To all readers or to none: remote ones only promise room before the local ones get it."""
         kind, parts, buffers = encoded
+        remote = self._remote
+        assert remote is not None
         self._begin = 0.0
         self._await_promise(remote, encoded, deadline)
         if self._local is not None:
@@ -374,7 +388,8 @@ class QueueReader:
         data = handle.data
         self.name = data.queue
         self._maker = os.getpid()
-        self._decode: Decode = (codec or CodecRegistry()).decode
+        codec = codec or CodecRegistry()
+        self._decode: Decode = codec.decode
         self._closed = False
         self._writer = data.writer
         self._remote: RemoteReader | None = None
@@ -387,6 +402,7 @@ class QueueReader:
             self._receive: Callable[[Decode], tuple[Any] | None] = self._receive_remote
         else:
             self._attach(handle.take(), data)
+            self._waiter.rehearse(Rehearsal.of_objects(codec))
         waiter = self._remote or self._waiter
         self._wait = waiter.wait
         self._watch = _Watch(f"{data.queue}-watch", [self._link] if self._link else [], deaths, waiter.ring)

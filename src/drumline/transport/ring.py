@@ -62,8 +62,11 @@ from typing import TypeVar
 from zlib import adler32
 
 from drumline.errors import MessageTooLargeError, TransportError
+from drumline.transport import native
 from drumline.transport.arena import LEAST_BYTES, ArenaReader, ArenaWriter, Block
+from drumline.transport.doorbell import Doorbell
 from drumline.transport.fence import fence, no_order, order
+from drumline.transport.futex import futex_or_none
 from drumline.transport.records import (
     CHUNK,
     COUNT,
@@ -88,12 +91,14 @@ from drumline.transport.records import (
 
 __all__ = ["HEAD_BYTES", "LINE", "Message", "Part", "Pieces", "RingLayout", "RingReader", "RingWriter", "ring_bytes"]
 
+_DUE, _KIND, _WANTS = native.DUE, native.KIND, native.WANTS
 _pack_head = HEAD.pack_into
 _unpack_head = HEAD.unpack_from
 _REREADS = 40
 _CHUNK_LEAST = 65536
 T = TypeVar("T")
 _LARGE = 1 << 20
+_KEPT = "what was decoded from a message still refers to its place in the ring: copy it before the release"
 
 
 def _landing(size: int) -> memoryview:
@@ -155,14 +160,56 @@ class RingWriter:
         self._words = buf[: layout.control_bytes].cast("I")
         self._data = buf[layout.control_bytes : layout.total_bytes]
         self._data_words = self._data.cast("I")
-        self._written = self._words[WRITTEN]
-        if self._written != start_of(buf):
+        if self._words[WRITTEN] != start_of(buf):
             raise TransportError("this ring has had a writer before")
         self._slot_bytes, self._slots, self._data_bytes = layout.slot_bytes, layout.slots, layout.data_bytes
         self._one_slot = layout.slot_bytes - HEAD_BYTES
-        self._place = 0
+        self._address, self._state = native.words(native.FIRST_BELL + layout.n_readers)
+        native.describe(self._state, buf, layout)
+        self._written = self._words[WRITTEN]
         self._free = layout.slots
         self._readers = range(2 * WORDS, (2 + layout.n_readers) * WORDS, WORDS)
+
+    # Machine code counts here, too (see native.py), so these are in memory that it knows.
+
+    @property
+    def state(self) -> memoryview:
+        """Words of :mod:`native`; COUNT is :attr:`written`."""
+        return self._state
+
+    @property
+    def _place(self) -> int:
+        return self._state[native.PLACE]
+
+    @_place.setter
+    def _place(self, place: int) -> None:
+        self._state[native.PLACE] = place
+
+    @property
+    def _free(self) -> int:
+        return self._state[native.FREE]
+
+    @_free.setter
+    def _free(self, free: int) -> None:
+        self._state[native.FREE] = free
+
+    @property
+    def _written(self) -> int:
+        return self._state[native.COUNT]
+
+    @_written.setter
+    def _written(self, written: int) -> None:
+        self._state[native.COUNT] = written
+
+    def sender(self, bells: Sequence[Doorbell]) -> native.Send | None:
+        """``send(data, kind, due)`` in machine code, see :meth:`native.Native.sender`; None: there is none here."""
+        code = native.native()
+        if code is None or len(bells) > self.layout.n_readers:
+            return None
+        for place, bell in enumerate(bells):
+            self._state[native.FIRST_BELL + place] = bell.native_address
+        self._state[native.BELLS], self._state[native.FUTEX] = len(bells), futex_or_none() or 0
+        return code.sender(self._address)
 
     def try_write(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due: int = 0) -> bool:
         """Write one message if there is room; False if not, and then readers will say when they free what it needs.
@@ -355,6 +402,7 @@ class RingWriter:
 
     def close(self) -> None:
         """Let go of the buffers, the arena's too."""
+        self._state[native.CONTROL] = 0
         self._words.release()
         self._data_words.release()
         self._data.release()
@@ -469,9 +517,7 @@ class Message:
         try:
             self.data.release()
         except BufferError:
-            raise TransportError(
-                "what was decoded from a message still refers to its place in the ring: copy it before the release"
-            ) from None
+            raise TransportError(_KEPT) from None
         self._count = -1
         self.buffers = ()
         reader = self._reader
@@ -510,10 +556,14 @@ class RingReader:
         self._words = buf[: layout.control_bytes].cast("I")
         self._data = buf[layout.control_bytes : layout.total_bytes]
         self._word = (2 + index) * WORDS
-        self._read = self._words[self._word]
-        if self._read != start_of(buf):
+        if self._words[self._word] != start_of(buf):
             raise TransportError(f"this ring has had a reader {index} before")
-        self._place = 0
+        address, self._state = native.words(native.READER_WORDS)
+        native.describe(self._state, buf, layout)
+        self._state[native.OWN_WORD] = self._word
+        self._read = self._words[self._word]
+        code = native.native()
+        self._native_take = code.taker(address) if code is not None else None
         self.on_due: Callable[[int], None] | None = None
         """Told when the next message is due, by each message that says it."""
         self._current: Message | None = None
@@ -522,12 +572,47 @@ class RingReader:
         self.rereads = 0
         """Times that a record was not right at first look. Must be 0."""
 
+    @property
+    def _place(self) -> int:
+        return self._state[native.PLACE]
+
+    @_place.setter
+    def _place(self, place: int) -> None:
+        self._state[native.PLACE] = place
+
+    @property
+    def _read(self) -> int:
+        return self._state[native.COUNT]
+
+    @_read.setter
+    def _read(self, read: int) -> None:
+        self._state[native.COUNT] = read
+
     def receive(self, decode: Callable[[int, memoryview, Sequence[memoryview]], T]) -> tuple[T] | None:
         """What ``decode(kind, data, buffers)`` makes of the next message, which is released then; None: none is there.
 
         As :meth:`poll`, decode and :meth:`Message.release`, in one step. What ``decode`` raises is raised, and the
         message is gone. It must not use this reader, nor keep ``data``.
         """
+        take = self._native_take
+        if take is not None and self._current is None:
+            found = take()
+            if found is None:
+                return None
+            if type(found) is bytes:
+                self._partial = None
+                state = self._state
+                if state[_WANTS] and self._on_wanted is not None:
+                    self._on_wanted()
+                due = state[_DUE]
+                if due and self.on_due is not None:
+                    self.on_due(due)
+                return (decode(state[_KIND], memoryview(found), ()),)
+            if found == native.WRONG:
+                self.rereads += 1
+        return self._receive(decode)
+
+    def _receive(self, decode: Callable[[int, memoryview, Sequence[memoryview]], T]) -> tuple[T] | None:
         read = self._read
         if self._words[WRITTEN] == read:
             return None
@@ -548,11 +633,11 @@ class RingReader:
                     try:
                         return (decode(kind, payload, ()),)
                     finally:
+                        kept = False
                         try:
                             payload.release()
                         except BufferError:
-                            self._current = Message(self, kind, payload, 1, due)
-                            self._current.release()  # raises
+                            kept = True
                         place += 1
                         self._place = place if place < self._slots else 0
                         self._read = read = (read + 1) & MASK
@@ -563,6 +648,8 @@ class RingReader:
                         fence()
                         if words[WANTED] and self._on_wanted is not None:
                             self._on_wanted()
+                        if kept:
+                            raise TransportError(_KEPT)
         message = self.poll()
         if message is None:
             return None
@@ -696,6 +783,7 @@ class RingReader:
 
     def close(self) -> None:
         """Let go of the buffers, the arena's too. A message that was not released keeps its views."""
+        self._state[native.CONTROL] = 0
         self._words.release()
         self._data.release()
         if self._arena is not None:

@@ -20,6 +20,10 @@ cost at most 1.8 % of a core (and 4 % at 2 ms, where a message saves more than t
 after one watch that nothing came of, the wait is a plain sleep however long it lasts. After
 watches in vain in a row as many waits are not watched, up to 4.
 
+**Rehearsals.** Between a nap and the watching there may be time to run the code that the message will need
+(:mod:`rehearsal`), which is cold by then. It is paid like watching, and left out where that is too dear. There is one,
+too, while an answer is awaited that takes a while, if the last message is more than 1 ms ago.
+
 **Cores.** Who watches takes a core, so this is for machines with more cores than processes that compute; the waiter
 knows.
 
@@ -50,7 +54,12 @@ _KEPT_VALUES = 7
 _MOST_SKIPPED = 4
 _MOST_LATE_NS = 500_000
 _MASK = 0xFFFFFFFF
-_BURST_NS = 300_000
+BURST_NS = 300_000
+"""Messages less than this after the one before belong to it, as far as the pace is concerned."""
+_COLD_NS = 1_000_000
+_FIRST_REHEARSAL_NS = 30_000
+_LONGEST_REHEARSAL_NS = 4_000_000
+_FORGET = 0.99
 _KEPT_GAPS = 5
 
 
@@ -68,27 +77,41 @@ def from_due(due: int, now: int) -> int:
 class Pace:
     """When one who sends will do so next, by the times at which he has. Messages less than 0.3 ms apart are one."""
 
-    __slots__ = ("_due", "_gaps", "_last", "_start")
+    __slots__ = ("_gaps", "_middle", "_start", "due", "gap", "last")
 
     def __init__(self) -> None:
         self._gaps: deque[int] = deque(maxlen=_KEPT_GAPS)
-        self._start = self._last = 0
-        self._due = 0
+        self._start = self._middle = 0
+        self.last = 0
+        """When a message went last."""
+        self.due = 0
+        """What the last message said."""
+        self.gap = 0
+        """Time before the message that went last, of which :meth:`learn` has not learnt; 0: none."""
 
     def sends(self, now: int) -> int:
-        """A message goes now. When the next one is due (:func:`to_due`); 0: there is no pace."""
-        before, self._last = self._last, now
-        if now - before < _BURST_NS:
-            return self._due
-        gap, self._start = now - self._start, now
+        """A message goes now. When the next one is due (:func:`to_due`); 0: there is no pace.
+
+        Call :meth:`learn` once it is on its way.
+        """
+        before, self.last = self.last, now
+        if now - before < BURST_NS:
+            return self.due
+        self.gap = now - self._start if self._start else 0
+        self._start = now
+        self.due = to_due(now + self._middle) if self._middle else 0
+        return self.due
+
+    def learn(self) -> None:
+        """Take the time before the last message into the pace. Apart from :meth:`sends`, so that no message waits."""
         gaps = self._gaps
-        gaps.append(gap)
+        gaps.append(self.gap)
+        self.gap = 0
         ordered = sorted(gaps)
         middle = ordered[len(ordered) // 2]
         spread = ordered[-2] - ordered[1] if len(ordered) > 3 else ordered[-1] - ordered[0]
         steady = len(ordered) > 1 and 8 * spread < middle < LONGEST_GAP_NS
-        self._due = to_due(now + middle) if steady else 0
-        return self._due
+        self._middle = middle if steady else 0
 
 
 class Estimate:
@@ -135,6 +158,12 @@ class SpinPredictor:
         self._savings = 0.0
         self._misses = 0
         self._skip = 0
+        self._rehearsal = float(_FIRST_REHEARSAL_NS)
+        self._overtaken = 0
+        self.rehearses = False
+        """Whoever waits has something to rehearse."""
+        self.rehearse = False
+        """The wait that was planned last has time for a rehearsal before it watches (:mod:`rehearsal`)."""
         self.watched_ns = 0
         """Time that was watched so far."""
 
@@ -148,13 +177,15 @@ class SpinPredictor:
         The first time is 0 if there is nothing to sleep for before.
         """
         self._due, self._next_due = self._next_due, 0
-        self._seen = False
+        self._seen = self.rehearse = False
         if self._savings < MARGIN_NS:
             return 0, 0
         if self._skip:
             self._skip -= 1
             return 0, 0
         if self._quick < SHORT_NS:
+            cold = start - self._arrival > _COLD_NS
+            self.rehearse = self.rehearses and cold and 1.25 * self._rehearsal < min(self._quick, self._savings)
             return 0, start + int(min(self._savings, 2 * SHORT_NS))
         return self._plan_nap(start)
 
@@ -166,6 +197,12 @@ class SpinPredictor:
         if 2 * side > self._savings:
             return 0, 0
         nap = int(due - side - self._late)
+        if self.rehearses and nap - self._rehearsal > start + self._late:
+            self.rehearse = 2 * side + self._rehearsal < self._savings
+            if self.rehearse:
+                nap -= int(self._rehearsal)
+            else:
+                self._rehearsal *= _FORGET  # it may have been dear only once
         if nap > start and (nap > start + self._late or due - start > self._savings):
             return nap, int(due + side)
         return 0, int(due + max(side, (due - start) / 2))  # too short for a sleep; a little late is not in vain
@@ -185,6 +222,11 @@ class SpinPredictor:
         """A nap that should end then ended now: learn how late sleeps end on this machine."""
         self._late += _WEIGHT * (min(max(now - planned, 0), _MOST_LATE_NS) - self._late)
 
+    def rehearsed(self, ns: int, *, overtaken: bool) -> None:
+        """A rehearsal took so long; ``overtaken``: the message came meanwhile, nobody knows when."""
+        self._rehearsal += _WEIGHT * (min(ns, _LONGEST_REHEARSAL_NS) - self._rehearsal)
+        self._overtaken = ns if overtaken else 0
+
     def watched(self, ns: int, hit: bool) -> None:
         """The word was watched for so long; ``hit``: it changed."""
         self.watched_ns += ns
@@ -196,8 +238,13 @@ class SpinPredictor:
             self._misses += 1
             self._skip = min(_MOST_SKIPPED, self._misses) if self._misses > 1 else 0
 
-    def arrived(self, start: int, now: int) -> None:
-        """What the wait that began at ``start`` was for has come now."""
+    def arrived(self, start: int, now: int, watch: tuple[int, int] | None = None) -> None:
+        """What the wait that began at ``start`` was for has come now; with ``watch`` just before it was watched for."""
+        if watch is not None:
+            self.watched(now - watch[0], True)
+        if self._overtaken:  # to take the earliest moment makes the next one early enough
+            now = max(start, now - self._overtaken)
+            self._overtaken = 0
         if not self._seen:
             now = max(start, now - int(self._late))
         gap = now - self._arrival

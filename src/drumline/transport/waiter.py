@@ -83,6 +83,10 @@ class Waiter:
         self._watching = threading.Lock()
         self.predictor: SpinPredictor | None = None
         """Decides about watching; None where cores are few. See :mod:`spin`."""
+        self._rehearsal: Callable[[], None] | None = None
+        self._came: tuple[int, int, tuple[int, int] | None] | None = None
+        """The last wait, its end and when it would have watched. The predictor learns of it when the next wait begins:
+        then nobody waits for that."""
         self._count_cores()
         self.lost_wakes = 0
         """Times that looking again after 5 s without a ring found something: a missing ring somewhere. Must be 0."""
@@ -113,6 +117,16 @@ class Waiter:
 
     def _count_cores(self) -> None:
         self.predictor = SpinPredictor() if self._bell.roomy else None
+        self.rehearse(self._rehearsal)
+
+    def rehearse(self, rehearsal: Callable[[], None] | None) -> None:
+        """Have this run shortly before a message is due, by the thread that waits, where there is time for it.
+
+        See :mod:`drumline.transport.rehearsal`.
+        """
+        self._rehearsal = rehearsal
+        if self.predictor is not None:
+            self.predictor.rehearses = rehearsal is not None
 
     def expect(self, due: int) -> None:
         """A sender says when its next message is due (``due`` of a message). A hint: it may come at any time."""
@@ -148,6 +162,7 @@ class Waiter:
         words = bell.words
         overslept = False
         start = now = 0
+        watch: tuple[int, int] | None = None
         predictor = self.predictor
         while True:
             try:
@@ -160,8 +175,8 @@ class Waiter:
                 now = time.perf_counter_ns()
             result = check()
             if result is not None:
-                if start and predictor is not None:
-                    predictor.arrived(start, now)
+                if start:
+                    self._came = start, now, watch
                 if overslept and bell.value() == seen:
                     self.lost_wakes += 1
                 return result
@@ -172,40 +187,64 @@ class Waiter:
                 left = min(left, deadline - time.monotonic())
                 if left <= 0:
                     return None
-            if predictor is not None and not start:
-                start = time.perf_counter_ns()
-                if self._watch(predictor, seen, start, left):
+            if predictor is not None:
+                if watch is not None:
+                    self._watch(predictor, seen, watch, left)
+                    watch = None
                     continue
+                if not start:
+                    start = time.perf_counter_ns()
+                    ready, watch = self._nap(predictor, seen, start, left)
+                    if ready:
+                        continue
             overslept = bell.wait(seen, left) and left == RECHECK_S and bell.value() == seen
 
-    def _watch(self, predictor: SpinPredictor, seen: int, start: int, left: float) -> bool:
-        """Watch the word if there is reason to, perhaps after a nap. True: look again at everything."""
+    def _nap(self, predictor: SpinPredictor, seen: int, start: int, left: float) -> tuple[bool, tuple[int, int] | None]:
+        """Sleep until a message is nearly due. Whether to look at everything again; from when to when to watch then.
+
+        It is looked at before the watching and not only after, so that what that needs is at hand, too.
+        """
         if not self._watching.acquire(False):
-            return False  # another thread does
+            return False, None  # another thread does
         try:
+            came, self._came = self._came, None
+            if came is not None:
+                predictor.arrived(*came)
             nap_until, watch_until = predictor.plan(start)
             if not watch_until:
-                return False
+                return False, None
+            begin = start
             if nap_until:
                 if not getattr(_thread, "sharp", False):
                     _thread.sharp = True
                     sharpen_sleeps()
                 self._bell.wait(seen, min(left, (nap_until - start) / 1e9))
-                now = time.perf_counter_ns()
-                if now >= nap_until:
-                    predictor.napped(nap_until, now)
-                if now < nap_until or self._bell.value() != seen:
-                    return True
-                begin = now
-            else:
-                begin = start
-            if left < RECHECK_S:
-                watch_until = min(watch_until, start + int(left * 1e9))
-            hit, now = self._look(seen, watch_until)
-            predictor.watched(now - begin, hit)
-            return True
+                begin = time.perf_counter_ns()
+                if begin >= nap_until:
+                    predictor.napped(nap_until, begin)
+                if begin < nap_until or self._bell.value() != seen:
+                    return True, None
+            if predictor.rehearse and self._rehearsal is not None:
+                self._run_rehearsal(predictor, self._rehearsal, seen)
+            elif not nap_until:
+                self._watch(predictor, seen, (begin, watch_until), left)
+                return True, None
+            return True, (begin, watch_until)
         finally:
             self._watching.release()
+
+    def _watch(self, predictor: SpinPredictor, seen: int, watch: tuple[int, int], left: float) -> None:
+        """Watch the word until the second time; what is paid for began at the first."""
+        begin, until = watch
+        if left < RECHECK_S:
+            until = min(until, begin + int(left * 1e9))
+        hit, now = self._look(seen, until)
+        predictor.watched(now - begin, hit)
+
+    def _run_rehearsal(self, predictor: SpinPredictor, rehearse: Callable[[], None], seen: int) -> None:
+        begin = time.perf_counter_ns()
+        rehearse()
+        predictor.rehearsed(time.perf_counter_ns() - begin, overtaken=self._bell.value() != seen)
 
     def _look(self, seen: int, until: int) -> tuple[bool, int]:
         """Watch the word until then; whether it changed, and the time now."""

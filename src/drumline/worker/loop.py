@@ -29,7 +29,9 @@ from drumline.transport.broadcast import QueueWriter
 from drumline.transport.codec import CodecRegistry
 from drumline.transport.ring import RingReader
 from drumline.transport.waiter import Waiter
+from drumline.worker.garbage import Garbage
 from drumline.worker.outputs import OutputThread, is_async
+from drumline.worker.rehearse import rehearse_call
 from drumline.worker.segment import RETURNED, SERIALISED, Progress
 from drumline.worker.wire import ALL_RANKS, Buffer, CallDecoder, CallFailed, CallHead, Request, encode_answer, read_head
 from drumline.worker.wrapper import bind, idle_work, init_output_thread, step_of
@@ -38,6 +40,10 @@ log = logging.getLogger(__name__)
 
 OUTPUT_STOP_S = 1.0
 """How long a worker that ends waits for outputs that are not finished."""
+
+
+WARM_UP = "compile_or_warm_up_model"
+"""After this call nothing is made any more that lives long."""
 
 
 class WorkerStop(BaseException):
@@ -107,6 +113,8 @@ class WorkerLoop:
         self._process = process
         self._fail_lock = threading.Lock()
         self._while_idle = idle_work(worker)
+        channels.waiter.rehearse(rehearse_call(channels.codec, rank))
+        self._garbage = Garbage()
         self._outputs = OutputThread(lambda: init_output_thread(worker), channels.waiter.ring)
 
     def run(self) -> None:
@@ -120,6 +128,8 @@ class WorkerLoop:
 
     def _serve_next(self) -> None:
         found = self._next()
+        if found is None:
+            self._garbage.between_steps()
         while found is None and self._while_idle():
             found = self._next()
         if found is None:
@@ -157,6 +167,8 @@ class WorkerLoop:
                 value = bind(self._worker, method)(*args, **kwargs)
             finally:
                 self._process.in_call = False
+            if method == WARM_UP:
+                self._garbage.freeze()
             self._progress.beat(self._rank, call_id, RETURNED)
             if reply_rank != self._rank and reply_rank != ALL_RANKS:
                 self._end(call_id)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from drumline.config import EngineConfig
 from drumline.plan.kv import KVConfig, KVSpec
+from drumline.plan.memory import StepCosts
 from drumline.plan.step import StepOutput, StepPlan
 from drumline.transport.codec import CodecRegistry
 from drumline.worker.outputs import AsyncOutput
@@ -62,6 +63,13 @@ class Worker(Protocol):
 
     def compile_or_warm_up_model(self) -> None:
         """Run what is slow the first time."""
+
+    def step_costs(self) -> StepCosts:
+        """What this rank asks for requests that need more than an ordinary step. May be missing, with the next one."""
+
+    def reserve_memory(self, nbytes: int) -> None:
+        """Between two steps: make sure that a step could have so much. MemoryError or torch.OutOfMemoryError, which
+        fails one request at most. No collective may be in it."""
 
     def execute_model(self, plan: StepPlan) -> StepOutput | AsyncOutput | None:
         """Run one step. None if ``plan.defer_sampling``, or on a rank that does not sample. AsyncOutput: finished and

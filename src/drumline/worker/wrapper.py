@@ -12,6 +12,7 @@ from drumline.config import ParallelConfig, ProcessConfig
 from drumline.errors import ConfigError
 from drumline.parallel.layout import worker_places
 from drumline.parallel.rendezvous import collective_backend
+from drumline.plan.memory import StepCosts
 from drumline.platforms import resolve_platform
 from drumline.processes.titles import worker_name
 from drumline.worker.protocol import WorkerContext
@@ -142,6 +143,12 @@ def idle_work(worker: Any) -> Callable[[], bool]:
 def check_health(worker: Any) -> None:
     """Call ``check_health`` where it exists: a worker that answers at all is healthy without it."""
     _call_if_there(worker, "check_health")
+
+
+def step_costs(worker: Any) -> StepCosts | None:
+    """The worker's ``step_costs``; None where it has none: then it is asked for no memory either."""
+    found: Callable[[], StepCosts] | None = getattr(worker, "step_costs", None)
+    return None if found is None else found()
 
 
 def _call_if_there(worker: Any, method: str) -> None:
