@@ -145,17 +145,10 @@ IN_MAKE_TEST = frozenset(
         Cell(API, "kill", "starting"),
         Cell(API, "kill", "idle"),
         Cell(API, "memory", "decode"),
-        Cell(SERVER, "kill", "idle"),
         Cell(SERVER, "raise", "loading"),
-        Cell(CORE, "kill", "decode"),
         Cell(CORE, "raise unpicklable", "decode"),
         Cell(CORE, "exit", "draining"),
-        Cell("Worker_0", "kill", "draining"),
-        Cell("Worker_1", "kill", "loading"),
         Cell("Worker_1", "stop", "prefill"),
-        Cell("Worker_0", "segfault", "prefill"),
-        Cell("Worker_1", "raise unpicklable", "decode"),
-        Cell("Worker_1", "memory", "decode", "on"),
         Cell("Worker_0", "segfault", "decode", "on"),
     }
 )

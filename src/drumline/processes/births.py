@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from drumline.platforms import host
@@ -32,10 +32,13 @@ class OomKills:
         return grew
 
 
-def fork_child(start: ChildStart, forget: Callable[[], None] = lambda: None) -> int:
+def fork_child(
+    start: ChildStart, forget: Callable[[], None] = lambda: None, handlers: Iterable[int] | None = None
+) -> int:
     """A copy of this process with the calling thread alone; its pid.
 
-    ``forget`` is called in the child, before its descriptors are closed.
+    ``forget`` is called in the child, before its descriptors are closed. ``handlers``: signals whose handlers are not
+    the child's; all, if None, since who forks may be any program.
     """
     # Signals wait until the child has handlers of its own.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -44,15 +47,15 @@ def fork_child(start: ChildStart, forget: Callable[[], None] = lambda: None) -> 
             warnings.simplefilter("ignore", DeprecationWarning)  # threads: looked at by whoever calls this
             pid = os.fork()
         if pid == 0:
-            _become_child(start, forget)
+            _become_child(start, forget, handlers)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return pid
 
 
-def _become_child(start: ChildStart, forget: Callable[[], None]) -> NoReturn:
+def _become_child(start: ChildStart, forget: Callable[[], None], handlers: Iterable[int] | None) -> NoReturn:
     try:
-        reset_signals()
+        reset_signals(signal.valid_signals() if handlers is None else handlers)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         forget()
         run_child(start)
@@ -60,10 +63,10 @@ def _become_child(start: ChildStart, forget: Callable[[], None]) -> NoReturn:
         os._exit(70)
 
 
-def reset_signals() -> None:
+def reset_signals(numbers: Iterable[int]) -> None:
     """No handler of the process that was copied runs here, and no ended child is lost to a SIGCHLD that it ignored."""
     signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals():
+    for number in numbers:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

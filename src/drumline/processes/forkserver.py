@@ -58,6 +58,8 @@ from drumline.processes.reports import exit_report, make_report, print_report
 from drumline.processes.titles import FORK_SERVER, set_title
 
 _EXIT_WAIT_S = 0.2
+_HANDLERS = (signal.SIGTERM, signal.SIGCHLD)
+"""What this process handles and its children do not."""
 _LAST_WAIT_S = 2.0
 """How long the end waits for killed children before it leaves them to the kernel (state D)."""
 
@@ -450,7 +452,7 @@ class ForkServerProcess:
             pid = (
                 execute_child(start, self.begin.sys_path)
                 if fresh
-                else fork_child(start, lambda: self._forget(ours, theirs))
+                else fork_child(start, lambda: self._forget(ours, theirs), _HANDLERS)
             )
             pidfd = os.pidfd_open(pid)
         except OSError as error:
