@@ -260,7 +260,7 @@ def test_sigterm_lets_running_requests_finish(serve: Callable[..., Serve]) -> No
     server = serve().ready()
     processes = [row["pid"] for row in server.state()["processes"]]
     idle = kept_alive(server)
-    body = {**LONG, "max_tokens": 4000}
+    body = {**LONG, "max_tokens": 1500}
     clients = [Client(server, {**body, "stream_options": {"include_usage": True}}) for _ in range(4)]
     clients.append(whole := Client(server, {**body, "stream": False}))
     wait_for(lambda: all(client.begun() for client in clients[:4]), 30, "tokens")
@@ -270,9 +270,9 @@ def test_sigterm_lets_running_requests_finish(serve: Callable[..., Serve]) -> No
     assert refused(server, "POST", COMPLETION, HELLO)
     assert server.request("GET", "/livez")[0] == 200
     assert whole.is_alive()  # else the rest shows nothing
-    assert [client.result() for client in clients[:4]] == [(4000, True, "")] * 4
+    assert [client.result() for client in clients[:4]] == [(1500, True, "")] * 4
     whole.join(20)
-    assert json.loads(whole.data)["usage"]["completion_tokens"] == 4000
+    assert json.loads(whole.data)["usage"]["completion_tokens"] == 1500
     last = max(client.closed for client in clients)
     assert server.end(10) == ExitCode.OK
     assert time.monotonic() - last < 4  # the limit is far away
