@@ -36,6 +36,8 @@ START_S = 5.0 * SLOWDOWN
 """``--stall-timeout`` and ``--start-timeout`` of the cells that stop somebody."""
 MEMORY = "memory" if can_limit() else "address space"
 LENGTH = {"idle": 8, "prefill": 40, "decode": 600, "draining": 600}
+ENDLESS = {"prefill": 90, "decode": 4000, "draining": 4000}
+"""Tokens of answers that are not to be over when the fault comes; they fit into the context."""
 PROMPT = [3 + place % 200 for place in range(4000)]
 """More than thirty steps of 128 tokens, which ``workers.Slow`` holds up."""
 
@@ -113,7 +115,7 @@ class Run:
             self.plain = plain.text
         if phase == "idle":
             return
-        self.client = Client(run, max_tokens=LENGTH[phase] if self.plain else None, **body)
+        self.client = Client(run, max_tokens=(LENGTH if self.plain else ENDLESS)[phase], **body)
         if phase == "prefill":
             wait_for(lambda: run.gauge("num_requests_running") == 1, 30, "running request")
             assert not self.client.times
