@@ -37,7 +37,9 @@ def tokens(model_path: Path) -> list[int]:
         return llm.generate("The quick", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
 
-@pytest.mark.parametrize("method", START_METHODS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(one, marks=pytest.mark.chaos if one in ("spawn", "plain") else ()) for one in START_METHODS]
+)
 def test_every_start_method(model_path: Path, tokens: list[int], method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
