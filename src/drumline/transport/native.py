@@ -85,6 +85,8 @@ class Native:
         self._engine = engine  # it owns the code
         self._send = self._define(b"send")
         self._take = self._define(b"take")
+        # For ever: a builtin function looks at its definition when it is freed, which may be after all modules are gone.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def _define(self, name: bytes) -> _MethodDef:
         return _MethodDef(name, self._engine.get_function_address(name.decode() + "_call"), _METH_FASTCALL, None)
