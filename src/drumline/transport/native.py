@@ -85,7 +85,7 @@ class Native:
         self._engine = engine  # it owns the code
         self._send = self._define(b"send")
         self._take = self._define(b"take")
-        # For ever: a builtin function looks at its definition when it is freed, which may be after all modules are gone.
+        # For ever: a builtin function looks at its definition when it is freed, perhaps after all modules are gone.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def _define(self, name: bytes) -> _MethodDef:
