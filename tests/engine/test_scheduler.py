@@ -105,6 +105,7 @@ def test_latest_arrived_is_preempted_and_comes_back_first(depth: int):
     rig.run(*requests)
     check_all(rig, requests)
     assert rig.scheduler.stats().preemptions > 0
+    assert sum(output.num_preemptions for output in rig.ended.values()) == rig.scheduler.stats().preemptions
     assert list(rig.ended) == sorted(rig.ended), "nobody overtakes"
 
 

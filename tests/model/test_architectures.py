@@ -18,6 +18,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from drumline.errors import ConfigError
 from drumline.model.attention import KVCache, make_batch
 from drumline.model.forward import ModuleForward
 from drumline.model.loader import load_model
@@ -168,6 +169,28 @@ def test_the_head_of_the_weights_goes_before_a_tie(tmp_path: Path, shape: str, h
         for model in split.models if len(stages) == 1 else ():
             tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
             assert tied == (head != "another")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_of_the_base_model_alone(tmp_path: Path, shape: str, tied: bool) -> None:
+    """Its parameters lack the model's prefix; the head, if it is there, has its usual name."""
+    make_tiny(tmp_path, shape, tie_word_embeddings=tied)
+    architecture = SHAPES[shape][1]
+    whole = getattr(transformers, architecture).from_pretrained(tmp_path, attn_implementation="eager")
+    file, prefix = tmp_path / "model.safetensors", f"{whole.base_model_prefix}."
+    save_file({name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}, file)
+    check(whole, Split(tmp_path, 2, (Range(0, 1), Range(1, 3))))
+
+
+def test_a_window_of_nothing_is_none(tmp_path: Path) -> None:
+    """As vLLM has it; transformers would mask everything."""
+    make_tiny(tmp_path, "mistral", sliding_window=None)
+    reference = transformers.MistralForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    edit_config(tmp_path, sliding_window=0)
+    check(reference, Split(tmp_path, 2, (None,)))
+    edit_config(tmp_path, sliding_window=-1)
+    with pytest.raises(ConfigError, match=r"config\.json lacks or mistypes.*sliding_window: -1"):
+        read_spec(tmp_path)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -220,6 +220,7 @@ def test_layers_with_a_window() -> None:
     assert windows(model_type="llama", sliding_window=5) == (None,) * 4
     assert windows(model_type="mistral") == (4096,) * 4
     assert windows(model_type="mistral", sliding_window=None) == (None,) * 4
+    assert windows(model_type="mistral", sliding_window=0) == (None,) * 4
     assert windows(model_type="phi3", sliding_window=7) == (7,) * 4
     assert windows(model_type="qwen3", sliding_window=7) == (None,) * 4
     assert windows(model_type="qwen3", use_sliding_window=True, max_window_layers=3) == (None, None, None, 4096)

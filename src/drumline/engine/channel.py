@@ -66,6 +66,7 @@ def merge(first: RequestOutput, second: RequestOutput) -> None:
     first.logprobs.extend(second.logprobs)
     first.finish_reason, first.stop_reason = second.finish_reason, second.stop_reason
     first.num_cached_tokens = max(first.num_cached_tokens, second.num_cached_tokens)
+    first.num_preemptions = max(first.num_preemptions, second.num_preemptions)
     first.message = second.message
 
 

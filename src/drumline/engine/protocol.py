@@ -92,6 +92,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Prompt tokens found in the prefix cache."""
     queued_s: float = 0.0
     """Seconds from its arrival to its first step; in its first output."""
+    num_preemptions: int = 0
+    """How often it was put back to be computed again, so far."""
     message: str = ""
     """What went wrong, with finish_reason ``error``."""
 

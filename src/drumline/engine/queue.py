@@ -66,6 +66,8 @@ class Request:
     """The step that samples, or sampled, its last token; BY_VALUE if the worker was given that token."""
     num_cached: int = -1
     """Prompt tokens found in the prefix cache when it was first let in; -1: it never was."""
+    preemptions: int = 0
+    """How often it was preempted."""
     shares: bool = True
     """Its blocks may become known prefixes (not after the cache was reset under it)."""
     finished: bool = False

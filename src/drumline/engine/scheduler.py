@@ -696,6 +696,8 @@ class Scheduler:
         output = RequestOutput(
             request_id=request.id, first_index=index, token_ids=[token], num_cached_tokens=request.num_cached
         )
+        if request.preemptions:
+            output.num_preemptions = request.preemptions
         if request.sampling.logprobs >= 0:
             output.logprobs = [logprob]
         if index == 0 and request.prompt_logprobs:
@@ -726,6 +728,7 @@ class Scheduler:
         self._register(request)
         self._release(request)
         self._waiting.push(request)
+        request.preemptions += 1
         self._preemptions += 1
 
     def _finish(self, request: Request) -> None:

@@ -169,10 +169,13 @@ def why_refused(config: Mapping[str, Any]) -> str:
 def layer_windows(config: Mapping[str, Any], architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
     """Sliding window of each layer in tokens (its own among them); None: full attention.
 
-    ValueError if there are layers with a sliding window whose size nothing says.
+    0 is no window, as vLLM has it. ValueError if there are layers with a sliding window whose size nothing says.
     """
     how = architecture.windows
     window = config.get("sliding_window", architecture.window)
+    if window is not None and window < 0:
+        raise ValueError(f"sliding_window: {window} is no number of tokens")
+    window = window or None
     if how in ("optional", "nope") and not config.get("use_sliding_window", False):
         window = None
     if how == "none":

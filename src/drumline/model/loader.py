@@ -82,7 +82,9 @@ def load_model(
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     cut(model, part)
     parts = _split(model, spec, part, dtype, group)
-    source: WeightSource = DummyWeights(seed) if load_format == "dummy" else SafetensorsWeights(Path(folder))
+    source: WeightSource = (
+        DummyWeights(seed) if load_format == "dummy" else SafetensorsWeights(Path(folder), model.base_model_prefix)
+    )
     tie_here = spec.tied and part.first and part.last and _is_tied(source, model, f"{embedding}.weight", parts, dtype)
     if tie_here:
         _tie(model)
@@ -111,6 +113,8 @@ def _build(spec: ModelSpec, folder: str | Path, dtype: torch.dtype) -> Any:
     modeling = importlib.import_module(spec.modeling_module)
     model_class = getattr(modeling, spec.architecture)
     config = model_class.config_class.from_pretrained(str(folder), local_files_only=True)
+    if getattr(config, "sliding_window", None) == 0:
+        config.sliding_window = None  # what the masks take for no window
     with torch.device("meta"):
         return model_class._from_config(config, attn_implementation=attention.NAME, dtype=dtype)
 

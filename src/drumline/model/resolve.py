@@ -37,7 +37,7 @@ _LONGEST_HEADER = 100_000_000
 """Longest header of a safetensors file in bytes, as its readers have it."""
 _HEADS, _EMBEDDINGS = _TIED = (
     ("lm_head.weight", "embed_out.weight"),
-    ("model.embed_tokens.weight", "gpt_neox.embed_in.weight"),
+    ("model.embed_tokens.weight", "gpt_neox.embed_in.weight", "embed_tokens.weight", "embed_in.weight"),
 )
 """What checkpoints call them."""
 _COMPARED_AT_ONCE = 1 << 20

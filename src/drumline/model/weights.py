@@ -19,6 +19,7 @@ _FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float
 
 ALIASES = {"lm_head.weight": "embed_out.weight"}
 """Names of parameters in the transformers model, and what checkpoints may call them instead (GPT-NeoX)."""
+_HEADS = {*ALIASES, *ALIASES.values()}
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,17 @@ class WeightSource(Protocol):
 class SafetensorsWeights:
     """A checkpoint of one or more safetensors files."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, base: str = "") -> None:
+        """``base``: what all parameters' names but the head's begin with (``model``, without the dot). A checkpoint of
+        the base model alone leaves it out in all of them; transformers reads such ones too."""
         self._folder = folder
         self._files = _tensor_files(folder)
         self._stored = {
             name: other for name, other in ALIASES.items() if name not in self._files and other in self._files
         }
+        if base and not any(name.startswith(f"{base}.") for name in self._files):
+            bare = {f"{base}.{name}": name for name in self._files if name not in _HEADS}
+            self._stored |= bare
         self._files |= {name: self._files[other] for name, other in self._stored.items()}
         self._open: tuple[str, Any] | None = None
 

@@ -54,6 +54,9 @@ class Choice:
         self.last = 0.0
         self.queued_s = 0.0
         """Until its first step."""
+        self.cached = 0
+        """Tokens of its prompt that were found in the prefix cache."""
+        self.preemptions = 0
 
 
 def _emptied(output: CompletionOutput) -> CompletionOutput:
@@ -207,8 +210,10 @@ class Generation:
         if tokens <= 0:
             return
         now = time.monotonic()
+        choice.preemptions = max(choice.preemptions, output.num_preemptions)
         if not choice.came:
-            choice.first, choice.queued_s = now, output.queued_s
+            choice.first, choice.queued_s, choice.cached = now, output.queued_s, output.num_cached_tokens
+            self._metrics.prompt_done(len(choice.request.prompt_token_ids), choice.cached)
             self._metrics.first_token.observe(now - self._arrival)
         else:
             self._metrics.next_token.observe((now - choice.last) / tokens, tokens)

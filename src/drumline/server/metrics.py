@@ -46,6 +46,7 @@ TOKEN = (
 )
 COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
 OUTPUTS = (1, 2, 5, 10, 20)
+PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 PHASES = ("schedule", "dispatch", "wait", "update", "output", "forward", "sample")
 """Of the engine core: making plans, handing them out, waiting for answers, taking them in, handing outputs on. Of the
 worker that answers: forward and sampling; the core waits meanwhile, or works on the next plan."""
@@ -93,6 +94,9 @@ class Metrics(Collector):
         self.load = 0
         """HTTP requests that outputs are made for."""
         self.prompt_tokens = 0
+        self.prompt_computed = 0
+        """Prompt tokens of all outputs that have begun, without those found in the prefix cache."""
+        self.prompt_found = 0
         self.output_tokens = 0
         self.finished: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         self.http: Counter[tuple[str, str, str]] = Counter()
@@ -113,6 +117,12 @@ class Metrics(Collector):
         self.output_length = histogram("request_generation_tokens", "Tokens of an output", COUNTS)
         self.longest_output = histogram(
             "request_max_num_generation_tokens", "Tokens of the longest output of a request", COUNTS
+        )
+        self.computed = histogram(
+            "request_prefill_kv_computed_tokens", "Tokens of an output's prompt that were computed, not found", COUNTS
+        )
+        self.preempted = histogram(
+            "request_num_preemptions", "How often an output was put back to be computed again", PREEMPTIONS
         )
         self.param_n = histogram("request_params_n", "n of requests", OUTPUTS)
         self.param_max_tokens = histogram("request_params_max_tokens", "max_tokens of requests", COUNTS)
@@ -138,12 +148,19 @@ class Metrics(Collector):
         if prepared.params.max_tokens is not None:
             self.param_max_tokens.observe(prepared.params.max_tokens)
 
+    def prompt_done(self, tokens: int, cached: int) -> None:
+        """An output has its first token: of this prompt, ``cached`` tokens were found in the prefix cache."""
+        self.prompt_found += cached
+        self.prompt_computed += tokens - cached
+
     def output_ended(self, reason: str, choice: Choice, arrival: float) -> None:
         """One output of a request ended, or its client left (``abort``)."""
         self.finished[reason] += 1
         self.output_length.observe(choice.came)
         if not choice.came:
             return
+        self.computed.observe(len(choice.request.prompt_token_ids) - choice.cached)
+        self.preempted.observe(choice.preemptions)
         self.decode.observe(choice.last - choice.first)
         if choice.came > 1:
             self.per_token.observe((choice.last - choice.first) / (choice.came - 1))
@@ -179,6 +196,14 @@ class Metrics(Collector):
             http.add_metric(list(key), count)
         yield http
         yield _counter("vllm:prompt_tokens", "Prompt tokens of all requests", self.prompt_tokens, labels)
+        sources = CounterMetricFamily(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens of all outputs that have begun, by where their keys and values came from",
+            labels=[*labels, "source"],
+        )
+        for source, count in (("local_compute", self.prompt_computed), ("local_cache_hit", self.prompt_found)):
+            sources.add_metric([*labels.values(), source], count)
+        yield sources
         yield _counter("vllm:generation_tokens", "Output tokens of all requests", self.output_tokens, labels)
         ended = CounterMetricFamily(
             "vllm:request_success", "Outputs that ended, by reason", labels=[*labels, "finished_reason"]
