@@ -81,6 +81,7 @@ matrix: dev
 
 chaos: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/chaos -m chaos $(PYTEST_ARGS)
 
 soak: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak tests/transport -m soak $(PYTEST_ARGS)

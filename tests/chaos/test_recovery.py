@@ -232,7 +232,8 @@ def test_kill_of_the_server_while_it_recovers(tree: Callable[..., Tree]) -> None
     run.nothing_is_left()
 
 
-@pytest.mark.parametrize("victim", ["Worker_1", pytest.param("ForkServer", marks=pytest.mark.chaos)])
+@pytest.mark.chaos
+@pytest.mark.parametrize("victim", ["Worker_1", "ForkServer"])
 def test_kill_while_it_drains(tree: Callable[..., Tree], victim: str) -> None:
     """What runs is finished all the same, and then the server ends as after any drain."""
     run = tree("idle", victim, ("on", "--shutdown-timeout", "60", "--drain-lag", "0"))

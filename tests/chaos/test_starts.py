@@ -26,7 +26,7 @@ KEPT_RUNS = 20
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("starts", [3, pytest.param(50, marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("starts", [2, pytest.param(50, marks=pytest.mark.chaos)])
 def test_starts(
     tree: Callable[..., Tree], tmp_path: Path, starts: int, record_property: Callable[[str, object], None]
 ) -> None:
@@ -43,7 +43,8 @@ def test_starts(
     assert after.descriptors == before.descriptors
     assert after.cache == before.cache
     assert after.sockets == before.sockets == []
-    assert after.runs == min(before.runs + starts + 1, KEPT_RUNS)
+    # Who is killed before it has made its folder leaves none.
+    assert min(before.runs + 1, KEPT_RUNS) <= after.runs <= min(before.runs + starts + 1, KEPT_RUNS)
     assert set(after.home) - {"state"} == set(before.home) - {"state"}
 
 

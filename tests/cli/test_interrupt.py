@@ -186,7 +186,9 @@ def test_serve_while_its_processes_start(serve: Callable[..., Command], tmp_path
     command.interrupt()
 
 
-@pytest.mark.parametrize(("size", "moment"), [("2", "load_model"), ("1", "compile_or_warm_up_model")])
+@pytest.mark.parametrize(
+    ("size", "moment"), [("2", "load_model"), pytest.param("1", "compile_or_warm_up_model", marks=pytest.mark.chaos)]
+)
 def test_serve_while_workers_are_at_it(serve: Callable[..., Command], tmp_path: Path, size: str, moment: str) -> None:
     """With one worker, it is in the engine core's own process."""
     os.mkfifo(tmp_path / "fifo")

@@ -43,7 +43,12 @@ async def stream_until_dead(served: Engine, victim: str, number: int) -> tuple[E
 
 
 @pytest.mark.parametrize(
-    ("victim", "rank"), [("Worker_TP1", 1), ("EngineCore_DP0", None), ("ForkServer", None)], ids=str
+    ("victim", "rank"),
+    [
+        ("Worker_TP1", 1),
+        *(pytest.param(name, None, marks=pytest.mark.chaos) for name in ("EngineCore_DP0", "ForkServer")),
+    ],
+    ids=str,
 )
 def test_kill_while_streaming(tiny: tuple[Path, Any], victim: str, rank: int | None):
     with engine(config_for(tiny[0], tp=2)) as served:

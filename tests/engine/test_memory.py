@@ -17,7 +17,9 @@ from .processes import config_for, engine, greedy, prompt
 from .test_recovering import run
 
 
-@pytest.mark.parametrize(("tp", "worker"), [(2, "Poor"), (2, "Poorest"), (1, "Poorest")])
+@pytest.mark.parametrize(
+    ("tp", "worker"), [(2, "Poor"), pytest.param(2, "Poorest", marks=pytest.mark.chaos), (1, "Poorest")]
+)
 def test_one_request_fails(tiny: tuple[Path, Any], tp: int, worker: str) -> None:
     config = config_for(tiny[0], tp=tp)
     process = ProcessConfig(worker_cls=f"tests.engine.poison:{worker}", preload=preload_of(config))

@@ -144,8 +144,10 @@ def test_idle_stages_sleep_and_listen_nowhere(served: Engine):
 
 @pytest.mark.parametrize(
     ("partition", "victim", "scheduler"),
-    [((1, 1, 1), "Worker_PP1", {}), ((1, 2), "Worker_PP0", {"async_scheduling": False})],
-    ids=["look-ahead", "in turns"],
+    [
+        pytest.param((1, 1, 1), "Worker_PP1", {}, id="look-ahead", marks=pytest.mark.chaos),
+        pytest.param((1, 2), "Worker_PP0", {"async_scheduling": False}, id="in turns"),
+    ],
 )
 def test_death_of_a_stage(tiny: tuple[Path, Any], partition: tuple[int, ...], victim: str, scheduler: dict[str, Any]):
     """After some requests one stage is killed while others stream: a report in under 2 s, and nobody is left."""

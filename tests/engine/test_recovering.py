@@ -125,7 +125,9 @@ def below(pids: list[int], served: Engine) -> list[int]:
     return [process.pid for process in served.client.processes() if process.pid not in (*pids, os.getpid())]
 
 
-@pytest.mark.parametrize("victims", [("Worker_TP1",), ("Worker_TP0", "EngineCore_DP0")], ids="+".join)
+@pytest.mark.parametrize(
+    "victims", [("Worker_TP1",), pytest.param(("Worker_TP0", "EngineCore_DP0"), marks=pytest.mark.chaos)], ids="+".join
+)
 def test_streams_end_as_if_nothing_had_happened(tiny: tuple[Path, Any], victims: tuple[str, ...]):
     """Also after two kills, when every request is suspect and tried alone."""
 
@@ -158,6 +160,7 @@ def test_streams_end_as_if_nothing_had_happened(tiny: tuple[Path, Any], victims:
             again[name.replace("a", "c")].same_as(one)
 
 
+@pytest.mark.chaos
 def test_a_poisonous_request_is_failed_alone(tiny: tuple[Path, Any]):
     config = config_for(tiny[0], tp=2)
     preload = preload_of(config)  # a worker class of one's own is not known to need the kernels
@@ -189,6 +192,7 @@ def test_a_poisonous_request_is_failed_alone(tiny: tuple[Path, Any]):
         assert served.run(served.tokens(greedy("good", [5, 6], 5)))
 
 
+@pytest.mark.chaos
 def test_it_gives_up_after_the_limit(tiny: tuple[Path, Any]):
     async def dead() -> EngineDeadError:
         recoveries = served.client.recoveries
@@ -275,6 +279,7 @@ def held_by(pid: int) -> list[str]:
     return sorted(found)
 
 
+@pytest.mark.chaos
 def test_nothing_adds_up_over_recoveries(tiny: tuple[Path, Any]):
     async def once(victim: str) -> list[str]:
         await run(served, eight(victim + str(len(seen))), lambda got: kill_at(got, victim))
@@ -302,7 +307,7 @@ def test_nothing_adds_up_over_recoveries(tiny: tuple[Path, Any]):
         assert all(one == inside[0] for one in inside[1:]), inside
 
 
-@pytest.mark.parametrize("moment_s", [0.0, 0.3])
+@pytest.mark.parametrize("moment_s", [0.0, pytest.param(0.3, marks=pytest.mark.chaos)])
 def test_shutdown_while_it_recovers(tiny: tuple[Path, Any], moment_s: float):
     async def play() -> list[int]:
         stream = served.client.generate(greedy("a", prompt(1, 6), 3000, ignore_eos=True))

@@ -25,11 +25,12 @@ LIVES = 20
 
 
 @pytest.mark.timeout(300)
-def test_twenty_lives_with_changing_sizes(model_path: Path) -> None:
+@pytest.mark.parametrize("lives", [6, pytest.param(LIVES, marks=pytest.mark.chaos)])
+def test_lives_with_changing_sizes(model_path: Path, lives: int) -> None:
     seen: list[Held] = []
     pids: list[int] = []
     tokens = set()
-    for life in range(LIVES):
+    for life in range(lives):
         llm = LLM(model_path, tensor_parallel_size=1 + life % 3, **LIGHT)
         pids += [process.pid for process in llm.processes()[1:]]
         tokens.add(tuple(llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids))

@@ -187,6 +187,7 @@ def test_a_poisonous_prompt_fails_alone(model_path: Path) -> None:
         assert llm.recoveries.by_cause == {"signal": 3}
 
 
+@pytest.mark.chaos
 def test_a_call_into_the_workers_makes_a_death_final(model_path: Path) -> None:
     with LLM(model_path, **OPTIONS) as llm:
         llm.collective_rpc("check_health")

@@ -18,7 +18,7 @@ STALL_S = 2.0
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
 
-@pytest.mark.parametrize("victim", ["Worker_TP1", "EngineCore_DP0"])
+@pytest.mark.parametrize("victim", ["Worker_TP1", pytest.param("EngineCore_DP0", marks=pytest.mark.chaos)])
 def test_a_process_that_is_stopped(model_path: Path, victim: str) -> None:
     with LLM(str(model_path), tensor_parallel_size=2, stall_timeout_s=STALL_S, recovery="off", **SMALL) as llm:
         llm.generate([[5, 6, 7]], LONG)

@@ -56,7 +56,7 @@ def test_every_start_method(model_path: Path, tokens: list[int], method: str, mo
     assert "OMP_NUM_THREADS" not in os.environ  # the program's own is not touched
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.chaos)])
 def test_a_worker_inside_the_engine_core(
     model_path: Path, tokens: list[int], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

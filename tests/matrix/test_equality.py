@@ -60,11 +60,9 @@ ALL_OPTIONS = {"llama", "llama-tied", "qwen2", "default"}
 SPLITS = [(1, 1), (2, 1), (3, 1), (5, 1), (1, 2), (1, 3), (2, 2)]
 """(TP size, PP size)."""
 SUBSET = {
-    ("llama", 1, 1, "chunks"),
     ("llama", 2, 1, "plain"),
     ("llama", 3, 1, "tight"),
     ("llama-tied", 5, 1, "plain"),
-    ("qwen2", 2, 1, "tight"),
     ("phi3", 1, 3, "chunks"),
     ("gemma2", 2, 2, "tight"),
 }

@@ -310,7 +310,7 @@ def test_what_does_not_finish_in_time_gets_an_error(serve: Callable[..., Serve])
     assert "2 requests did not end within 0.5 s" in server.text
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.chaos)])
 def test_a_second_signal_ends_a_drain_at_once(serve: Callable[..., Serve], number: int) -> None:
     server = serve().ready()
     stream = Client(server, LONG)

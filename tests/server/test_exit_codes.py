@@ -88,7 +88,7 @@ def test_a_server_that_is_refused(serve: Callable[..., Serve], flags: list[str],
 @pytest.mark.parametrize(
     ("worker", "size", "code", "said"),
     [
-        ("Stuck", "2", ExitCode.STALLED, "gave no answer within 1 s"),
+        pytest.param("Stuck", "2", ExitCode.STALLED, "gave no answer within 1 s", marks=pytest.mark.chaos),
         ("Stuck", "1", ExitCode.STALLED, "has not ended execute_model within 1 s"),
         ("Garbage", "1", ExitCode.INTERNAL, "EngineCore_DP0"),
     ],

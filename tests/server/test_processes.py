@@ -321,7 +321,16 @@ def on_console(tiny: Path) -> Iterator[Callable[..., Console]]:
         run.close()
 
 
-@pytest.mark.parametrize(("gone", "what"), [(False, "kill"), (False, "SIGTERM"), (False, "two SIGINT"), (True, "kill")])
+@pytest.mark.parametrize(
+    ("gone", "what"),
+    [
+        (False, "SIGTERM"),
+        *(
+            pytest.param(*one, marks=pytest.mark.chaos)
+            for one in ((False, "kill"), (False, "two SIGINT"), (True, "kill"))
+        ),
+    ],
+)
 def test_a_console_that_nobody_reads_any_more(on_console: Callable[..., Console], gone: bool, what: str) -> None:
     run = on_console()
     run.read_until(b"curl http")
@@ -352,7 +361,7 @@ def test_a_console_that_was_never_read(on_console: Callable[..., Console]) -> No
     assert run.process.wait(5) == ExitCode.OK
 
 
-@pytest.mark.parametrize("redirect", ["<&- >&- 2>&-", ">/dev/full 2>/dev/full"])
+@pytest.mark.parametrize("redirect", ["<&- >&- 2>&-", pytest.param(">/dev/full 2>/dev/full", marks=pytest.mark.chaos)])
 def test_no_console_at_all(on_console: Callable[..., Console], redirect: str) -> None:
     run = on_console(redirect=redirect)
     pids = run.pids()

@@ -74,6 +74,7 @@ def test_a_worker_that_is_stopped_in_a_step(serve: Callable[..., Serve], tmp_pat
     assert stacks.count("most recent call first") >= 2  # of rank 0's threads
 
 
+@pytest.mark.chaos
 def test_a_worker_that_goes_on_in_time(serve: Callable[..., Serve]) -> None:
     server = serve()
     stopped = server.pid("Worker_TP0")
@@ -102,7 +103,7 @@ def test_an_idle_server_with_a_stopped_worker(serve: Callable[..., Serve]) -> No
     assert server.end(5) == ExitCode.STALLED
 
 
-@pytest.mark.parametrize("victim", ["Worker_TP1", "EngineCore_DP0"])
+@pytest.mark.parametrize("victim", ["Worker_TP1", pytest.param("EngineCore_DP0", marks=pytest.mark.chaos)])
 def test_a_hang_is_recovered_from(serve: Callable[..., Serve], tmp_path: Path, victim: str) -> None:
     server = serve("--recovery", "on")
     body = {"prompt": [5, 6, 7], "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
@@ -187,6 +188,7 @@ def test_the_doctor_looks_at_a_running_server(serve: Callable[..., Serve]) -> No
     assert server.end(STALL_S + 5) == ExitCode.STALLED
 
 
+@pytest.mark.chaos
 def test_the_doctor_looks_at_a_server_that_does_not_answer(serve: Callable[..., Serve]) -> None:
     server = serve()
     core = server.pid("EngineCore_DP0")
@@ -200,6 +202,7 @@ def test_the_doctor_looks_at_a_server_that_does_not_answer(serve: Callable[..., 
     assert server.process.poll() is None
 
 
+@pytest.mark.chaos
 def test_an_engine_core_that_is_stopped(serve: Callable[..., Serve]) -> None:
     server = serve()
     stream = Stream(server)
@@ -220,6 +223,7 @@ def test_an_engine_core_that_is_stopped(serve: Callable[..., Serve]) -> None:
     assert "stopped (T)" in report
 
 
+@pytest.mark.chaos
 def test_an_engine_core_in_an_endless_loop(serve: Callable[..., Serve]) -> None:
     server = serve("--distributed-executor-backend", "tests.server.wedged:Wedged")
     began = time.monotonic()
@@ -231,6 +235,7 @@ def test_an_engine_core_in_an_endless_loop(serve: Callable[..., Serve]) -> None:
     assert "in execute_model" in server.text.rpartition("drumline failed: ")[2]
 
 
+@pytest.mark.chaos
 def test_a_server_of_one_process_that_stands_still(serve: Callable[..., Serve]) -> None:
     server = serve("-tp", "1", "--worker-cls", "tests.server.test_stalls:Stuck")
     began = time.monotonic()

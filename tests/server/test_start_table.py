@@ -14,7 +14,7 @@ OUTSIDE_S = 0.3
 """Until this test has seen that the server is ready."""
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.chaos), 2])
 def test_phases_add_up(tmp_path: Path, tp: int) -> None:
     server = Serve(tiny_folder(tmp_path), tmp_path / "log", "-tp", str(tp))
     try:
