@@ -33,7 +33,8 @@ HELD = {
     "stuck in its end": "shutdown",
     "prefill": "prefill",
 }
-"""Phases that pass in an instant here: the workers are held there (``workers.py``)."""
+"""Phases that pass in an instant here: the workers are held there (``workers.py``). In all others steps are not faster
+than those of a small model, so that answers last."""
 BEFORE_READY = ("starting", "loading", "warming up")
 PRELOAD = str(Path(__file__).with_name("preload"))
 """Where its interpreters find the faults that can be brought about in them."""
@@ -75,7 +76,7 @@ class Tree(Serve):
         self.shm = shared_memory()
         flags = ["--load-format", "auto", "--shutdown-timeout", "60" if phase == "draining" else "1"]
         flags += ["--recovery", *recovery]
-        hold = HELD.get(phase, "")
+        hold = HELD.get(phase, "steps")
         if hold == "prefill":
             flags += ["--no-enable-prefix-caching"]
         self.began = time.monotonic()

@@ -15,13 +15,17 @@ from drumline.model.worker import ModelWorker
 from drumline.plan.step import StepOutput, StepPlan, ints
 
 log = logging.getLogger("drumline.chaos")
+LEAST_STEP_S = 0.003
 
 
 def change(worker: Any) -> None:
-    """Hold workers in the method that ``CHAOS_HOLD`` names; ``prefill``: make steps that compute prompts slow."""
+    """Hold workers in the method that ``CHAOS_HOLD`` names; ``prefill``: make steps that compute prompts slow;
+    ``steps``: none takes less than LEAST_STEP_S."""
     moment = os.environ["CHAOS_HOLD"]
     if moment == "prefill":
         worker.execute_model = slow(worker.execute_model)
+    elif moment == "steps":
+        worker.execute_model = paced(worker.execute_model)
     else:
         setattr(worker, moment, held(getattr(worker, moment), moment))
 
@@ -36,6 +40,17 @@ def held(method: Any, moment: str) -> Any:
         method(self)
 
     return hold
+
+
+def paced(method: Any) -> Any:
+    def execute_model(self: Any, plan: StepPlan) -> StepOutput | None:
+        """A tiny model on a fast machine would have ended its answer before anything can happen to it."""
+        end = time.monotonic() + LEAST_STEP_S
+        output = method(self, plan)
+        time.sleep(max(0.0, end - time.monotonic()))
+        return output  # type: ignore[no-any-return]
+
+    return execute_model
 
 
 def slow(method: Any) -> Any:
