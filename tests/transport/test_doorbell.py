@@ -428,6 +428,24 @@ def test_lost_wakes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     waiter.close()
 
 
+def test_no_two_sleeps_are_cut_after_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who fell asleep at the same message must not look again at the same time, nor when the next one comes."""
+    monkeypatch.setattr("drumline.transport.waiter.RECHECK_S", 0.01)
+    slept: list[float] = []
+
+    def wait(bell: Doorbell, seen: int, timeout: float) -> bool:
+        slept.append(timeout)
+        return False
+
+    monkeypatch.setattr(Doorbell, "wait", wait)
+    waiter = Waiter.create()
+    waiter.predictor = None
+    assert waiter.wait(lambda: True if len(slept) == 20 else None, soon())
+    assert all(0.8 * 0.01 <= one <= 0.01 for one in slept)
+    assert len(set(slept)) == 20
+    waiter.close()
+
+
 class Watch(SpinPredictor):
     """Always watches for so long, after a nap."""
 

@@ -6,9 +6,11 @@ and whoever changes any of it rings this waiter's doorbell afterwards. So one wa
 
 Death sources need no support of their own: ``check`` raises, and whoever learns of the death rings.
 
-The sleep is cut every 5 s to look again. This is a safety net that must never catch anything: ``lost_wakes`` counts
-the times it did, and tests hold it at 0. It is not free: after seconds of sleep caches are cold, and one look costs
-some 0.3 ms of CPU; tests hold an idle process under 10 ms in 20 s.
+The sleep is cut every 4 to 5 s to look again. This is a safety net that must never catch anything: ``lost_wakes``
+counts the times it did, and tests hold it at 0. It is not free: after seconds of sleep caches are cold, and one look
+costs some 0.3 ms of CPU; tests hold an idle process under 10 ms in 20 s. Each look comes after another time: processes
+that fell asleep at the same message would all look at once, and whoever sends just then (a message every 5 s, or the
+first one after a minute) would find every core busy with that.
 
 Signals: the kernel ends the sleep, Python runs the handler when the call returns, and the loop looks again; what is
 left until the deadline is computed anew each time. A signal that arrives in the instant between Python's last look and
@@ -30,6 +32,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from random import uniform
 from typing import TypeVar
 
 from drumline.errors import ChannelClosedError
@@ -42,6 +45,8 @@ from drumline.transport.spin import SpinPredictor, from_due
 
 RECHECK_S = 5.0
 """Longest sleep in seconds before the conditions are looked at again."""
+LEAST_RECHECK = 0.8
+"""Shortest such sleep, as a share of that."""
 UNKNOWN_COMPUTING = 2
 """Processes that compute, where nobody has said how many: those at both ends."""
 
@@ -197,7 +202,10 @@ class Waiter:
                     ready, watch = self._nap(predictor, seen, start, left)
                     if ready:
                         continue
-            overslept = bell.wait(seen, left) and left == RECHECK_S and bell.value() == seen
+            whole = left == RECHECK_S
+            if whole:
+                left *= uniform(LEAST_RECHECK, 1.0)
+            overslept = bell.wait(seen, left) and whole and bell.value() == seen
 
     def _nap(self, predictor: SpinPredictor, seen: int, start: int, left: float) -> tuple[bool, tuple[int, int] | None]:
         """Sleep until a message is nearly due. Whether to look at everything again; from when to when to watch then.
