@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from drumline.config import ProcessConfig
@@ -266,6 +268,47 @@ def test_what_comes_and_goes_while_it_recovers(tiny: tuple[Path, Any]):
         recoveries = served.client.recoveries
         assert recoveries is not None
         served.run(play())
+
+
+def spare_of(pid: int) -> int:
+    """The spare that this fork server makes."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        for child in psutil.Process(pid).children():
+            with contextlib.suppress(psutil.Error):
+                if "ForkServer_spare" in child.cmdline()[0]:
+                    return child.pid
+        time.sleep(0.01)
+    raise AssertionError("there is none")
+
+
+def test_the_death_of_the_fork_server_costs_no_imports(tiny: tuple[Path, Any]):
+    """A spare takes its place, as often as need be; where that is dead too, or does not answer, a start does."""
+
+    async def kill_it() -> None:
+        recoveries = served.client.recoveries
+        assert recoveries is not None
+        deaths = sum(recoveries.by_cause.values())
+        stream = served.client.generate(greedy("a", prompt(1, 6), TOKENS, ignore_eos=True))
+        await anext(stream)
+        kill(served.pid("ForkServer"), signal.SIGKILL)
+        ended = [output async for output in stream]
+        assert ended[-1].first_index + len(ended[-1].token_ids) == TOKENS
+        while sum(recoveries.by_cause.values()) == deaths or recoveries.active:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert await served.tokens(greedy("b", prompt(1, 6), 5))
+
+    with engine(config_for(tiny[0]), recovery=Limits(restarts=9, backoff_s=0.001)) as served:
+        for number in (0, 0, signal.SIGSTOP):
+            before = served.pid("ForkServer")
+            spare = spare_of(before)
+            if number:
+                kill(spare, number)
+            served.run(kill_it())
+            assert (served.pid("ForkServer") == spare) == (not number)
+            wait_gone([before, *([spare] if number else [])])
+        spare = spare_of(served.pid("ForkServer"))
+    wait_gone([spare])
 
 
 def held_by(pid: int) -> list[str]:

@@ -1,4 +1,6 @@
-"""A root: fork server, one middle owner with two workers. Prints pids as JSON, then its report, exits with 4.
+"""A root: fork server, one middle owner with two workers, and a spare fork server once the middle owner is ready.
+
+Prints pids as JSON, then its report, exits with 4.
 
 Arguments: target of the workers, log folder. Ends without an error when its stdin ends.
 """
@@ -29,6 +31,7 @@ def main() -> int:
     supervisor.add(member)
     threading.Thread(target=lambda: (sys.stdin.read(), events.put(None)), daemon=True).start()
     code = 0
+    spare: ForkServer | None = None
     while True:
         event = events.get(timeout=60)
         if event is None:
@@ -39,10 +42,16 @@ def main() -> int:
             print_report(event.report)
             code = 4
             break
+        if event.kind is EventKind.READY and spare is None:
+            spare = server.spare()
+            assert spare is not None
+            assert spare.meet()
         if event.kind in (EventKind.PHASE, EventKind.READY):
             print(json.dumps({"kind": event.kind.value, "phase": event.phase, "core": member.pid}), flush=True)
     supervisor.close()
     server.close()
+    if spare is not None:
+        spare.close()
     return code
 
 

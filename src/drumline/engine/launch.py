@@ -74,7 +74,7 @@ class EngineProcesses:
         role: what reports and the process table call this process.
         on_failure: called once, in the supervisor's thread, when the engine is dead. Must not block.
         keep: if the engine dies once it was ready, its fork server is kept for those that come after (the imports are
-            most of a start); :meth:`close` ends it.
+            most of a start), and if that is what died, a spare copy of it takes its place; :meth:`close` ends both.
         before: the processes of the engine in whose place these come; they have been shut down.
         waits: whether somebody waits for something of the engine core, which is then watched (:meth:`expect`).
 
@@ -99,6 +99,7 @@ class EngineProcesses:
         self._keep = keep
         self._log_dir: str = before._log_dir if before is not None else config.process.log_dir
         self._forkserver: ForkServer | None = None if before is None else before._take_forkserver()
+        self._spare: ForkServer | None = None if before is None else before._take_spare()
         self._kept = False
         self._supervisor: Supervisor | None = None
         self._core: Member | None = None
@@ -130,6 +131,8 @@ class EngineProcesses:
         with self._lock:
             if self._stopping:
                 raise self._stopped_error()
+            if self._forkserver is None:
+                self._forkserver = self._use_spare()
             if self._forkserver is None:
                 logs = LogConfig.create(level=level, dir=self._log_dir)
                 self._log_dir = logs.dir
@@ -170,6 +173,8 @@ class EngineProcesses:
             if self._stopping:
                 raise self._stopped_error()
             self._start_watch(core)
+            if self._keep and self._spare is None and self._forkserver is not None and self._forkserver.import_seconds:
+                self._spare = self._forkserver.spare()
         self._phase = "ready"
         self._marks.mark("ready", time.monotonic())
         return msgspec.msgpack.decode(core.info, type=EngineInfo)
@@ -323,18 +328,37 @@ class EngineProcesses:
                 self._supervisor.close(force=self.failure is not None)
             if self._forkserver is not None and not self._kept:
                 self._forkserver.close()
+            if not self._may_go_on() and (spare := self._take_spare()) is not None:
+                spare.close()
         finally:
             self._phase = "stopped"
             self._stopped.set()
 
     def _may_keep(self) -> bool:
         """All of a dead engine is gone but the fork server, which works."""
-        if not self._keep or self.failure is None or "ready" not in self._marks:
+        if not self._may_go_on():
             return False
         assert self._supervisor is not None
         assert self._forkserver is not None
         self._supervisor.shutdown(force=True)
         return self._forkserver.clear()
+
+    def _may_go_on(self) -> bool:
+        """It died, once it was ready, and others may come in its place."""
+        return self._keep and self.failure is not None and "ready" in self._marks
+
+    def _use_spare(self) -> ForkServer | None:
+        """The copy of a fork server that died, if there is one and it works. The lock is held."""
+        spare, self._spare = self._spare, None
+        if spare is None or spare.meet():
+            return spare
+        spare.close()
+        return None
+
+    def _take_spare(self) -> ForkServer | None:
+        with self._lock:
+            spare, self._spare = self._spare, None
+            return spare
 
     def _take_forkserver(self) -> ForkServer | None:
         """The one that was kept, if there is one, for its next user."""
@@ -343,10 +367,11 @@ class EngineProcesses:
             return self._forkserver if kept else None
 
     def close(self) -> None:
-        """:meth:`shutdown`, and the fork server that was kept is ended too. Idempotent, bounded."""
+        """:meth:`shutdown`, and the fork server that was kept and the spare are ended too. Idempotent, bounded."""
         self.shutdown()
-        if (forkserver := self._take_forkserver()) is not None:
-            forkserver.close()
+        for server in (self._take_forkserver(), self._take_spare()):
+            if server is not None:
+                server.close()
 
     # events: the supervisor's thread
 

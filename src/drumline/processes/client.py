@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import itertools
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -28,10 +29,10 @@ from drumline.processes import messages as m
 from drumline.processes.connection import Connection, socket_pair
 from drumline.processes.core import Exit, State
 from drumline.processes.environment import ONE_THREAD, root_environment
-from drumline.processes.linux import has_working_folder, process_state
+from drumline.processes.linux import exit_of, exit_of_zombie, has_working_folder, process_state
 from drumline.processes.logs import LogConfig
 from drumline.processes.reports import exit_report
-from drumline.processes.titles import FORK_SERVER
+from drumline.processes.titles import FORK_SERVER, SPARE_FORK_SERVER
 
 if TYPE_CHECKING:
     from drumline.processes.supervisor import Supervisor
@@ -129,15 +130,55 @@ class Member:
         return f"<Member {self.role} pid={self.pid} {self.state.name} {self.phase!r}>"
 
 
+class _Adopted:
+    """What is used of ``subprocess.Popen``, for a process that somebody else forked."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self._pidfd = pidfd
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float) -> int | None:
+        """Its exit status; None where the kernel does not tell (it has been reaped, and this is no Linux 6.15).
+
+        subprocess.TimeoutExpired if it is there after so many seconds.
+        """
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        if not poller.poll(timeout * 1000):
+            raise subprocess.TimeoutExpired(SPARE_FORK_SERVER, timeout)
+        with contextlib.suppress(ChildProcessError):  # it is ours if this process takes orphans in
+            _, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status)
+        if self.returncode is None:
+            found = exit_of_zombie(self.pid)
+            code, number = exit_of(self._pidfd) if found == (None, None) else found
+            self.returncode = code if number is None else -number
+        return self.returncode
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+
 class ForkServer:
     """A connection to a fork server. Thread-safe.
 
-    :meth:`start` makes one whose root is this process; :meth:`attach` uses a connection that one gave us.
+    :meth:`start` makes one whose root is this process; :meth:`attach` uses a connection that one gave us;
+    :meth:`spare` makes one that is there already, for the case of this one's death.
     """
 
     def __init__(self, conn: Connection[m.ToClient], process: subprocess.Popen[bytes] | None, log_file: str) -> None:
         self.conn = conn
-        self.process = process
+        self.process: subprocess.Popen[bytes] | _Adopted | None = process
         self.pid = process.pid if process else 0
         self.pidfd = os.pidfd_open(process.pid) if process else -1
         self.log_file = log_file
@@ -151,6 +192,8 @@ class ForkServer:
         self.log: LogConfig | None = None
         """Of the run, where it is known here."""
         self.closing = False
+        self._waits_as_spare = False
+        """It has not been met yet."""
         self.cleared = threading.Event()
         """Set by the supervisor that reads the connection."""
         self._owner_pid = os.getpid()
@@ -255,6 +298,41 @@ class ForkServer:
             return self.cleared.wait(timeout_s)
         return False
 
+    def spare(self) -> ForkServer | None:
+        """Have it fork a copy of itself that waits; returns at once. None: it cannot (not ready, it does not fork).
+
+        Nobody reads the copy's connection until it is needed: call :meth:`meet` then. The caller closes it.
+        """
+        if self.process is None or self.closing or self.phase != "ready" or self.obstacles:
+            return None
+        ours, theirs = socket_pair()
+        made = ForkServer(Connection(ours, m.ToClient), None, "")
+        made.log, made.phase, made._waits_as_spare = self.log, "spare", True
+        own_pidfd = os.pidfd_open(os.getpid())
+        try:
+            with theirs:
+                self.conn.send(m.Spare(), fds=[theirs.fileno(), own_pidfd], timeout_s=0.0)
+        except (ChannelClosedError, TimeoutError):
+            made.close()
+            return None
+        finally:
+            os.close(own_pidfd)
+        return made
+
+    def meet(self, timeout_s: float = 1.0) -> bool:
+        """Whether a spare is there and works. From then on it is a fork server like any other, which is ready."""
+        if self._waits_as_spare:
+            frames = self.conn.receive_wait(timeout_s)
+            if not frames or not isinstance(frames[0].message, m.SpareReady):
+                return False
+            said = frames[0].message
+            self.pid, self.pidfd = said.pid, frames[0].fds[0]
+            self.process = _Adopted(self.pid, self.pidfd)
+            self.log_file, self.import_seconds = said.log_file, said.seconds
+            self.oom_kills = host.oom_kills()
+            self.phase, self._waits_as_spare = "ready", False
+        return not self.conn.eof and process_state(self.pid) not in ("", "T", "Z")
+
     def claim(self, supervisor: Supervisor | None) -> None:
         """Say who reads the connection (None: nobody any more)."""
         with self._lock:
@@ -288,6 +366,9 @@ class ForkServer:
                 return
             self.closing = True
         _open_servers.discard(self)
+        if self._waits_as_spare:
+            with contextlib.suppress(ChannelClosedError):
+                self.meet(_IMPORTING_WAIT_S)
         if self.process is not None:
             with contextlib.suppress(ChannelClosedError, TimeoutError):
                 self.conn.send(m.Shutdown(), timeout_s=0.0)
@@ -306,7 +387,7 @@ class ForkServer:
             os.close(self.pidfd)
             self.pidfd = -1
 
-    def _reap(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
+    def _reap(self, process: subprocess.Popen[bytes] | _Adopted, timeout_s: float) -> None:
         if process_state(process.pid) == "T":  # stopped: it will not hear us
             process.kill()
         try:

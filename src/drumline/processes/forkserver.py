@@ -19,6 +19,12 @@ Deaths:
 - The root starts the engine again (``Clear``): all children are killed at once, and it is told when they are gone.
 - It is stopped (SIGSTOP) and the root is gone: a child that sees its owner gone kills it.
 
+The root may ask for a **spare** (``Spare``): a copy of this process, made when its imports are done, that waits with a
+connection of its own to the root. If this process dies, the root goes on with the spare at once: the imports are most
+of a start (7 of 9 s where cores are slow), and pages that nobody writes to are shared, so it costs little memory.
+Nobody is its parent for long, so the root knows it by a pidfd; it has no PDEATHSIG, and ends with the root's
+connection. Until the first child is asked of it, it reports nobody's death: this process does.
+
 It is a subreaper: orphans of its children become its own, are reaped, and are killed when their grace is over.
 
 Forking is only right when no other thread holds a lock at that moment and no device driver is in use, so that is
@@ -40,8 +46,9 @@ import socket
 import sys
 import time
 import types
+import warnings
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NoReturn, cast
 
 import msgspec
 
@@ -53,9 +60,9 @@ from drumline.processes.births import OomKills, execute_child, fork_child
 from drumline.processes.child import ChildStart
 from drumline.processes.connection import Connection, Frame, socket_pair
 from drumline.processes.environment import child_environment, needs_fresh
-from drumline.processes.logs import ProcessLog
+from drumline.processes.logs import ProcessLog, log_path
 from drumline.processes.reports import exit_report, make_report, print_report
-from drumline.processes.titles import FORK_SERVER, set_title
+from drumline.processes.titles import FORK_SERVER, SPARE_FORK_SERVER, set_title
 
 _EXIT_WAIT_S = 0.2
 _HANDLERS = (signal.SIGTERM, signal.SIGCHLD)
@@ -96,7 +103,9 @@ class ForkServerProcess:
         self.strays: dict[int, float | None] = {}
         """Processes that children left, and when to kill them; None: killed, and there until reaped."""
         self.helpers: set[int] = set()
-        """Processes that imports started."""
+        """Processes that imports started, and spares."""
+        self.spare = False
+        """It waits for the death of the one that it is a copy of."""
         self.obstacles: list[str] = []
         self.early: list[Frame[m.ToServer]] = []
         self.ending: float | None = None
@@ -126,6 +135,9 @@ class ForkServerProcess:
         self._check()
         gc.freeze()  # without a collection before: it takes 0.4 s, and what it would find is 11,000 small objects
         gc.enable()
+        return self._serve_all()
+
+    def _serve_all(self) -> int:
         try:
             self._handle_frames(self.root, self.early)
             while not self._done():
@@ -275,6 +287,8 @@ class ForkServerProcess:
         for frame in frames:
             if isinstance(frame.message, m.Spawn):
                 self._spawn(client, frame.message, frame.fds)
+            elif isinstance(frame.message, m.Spare) and client.root:
+                self._make_spare(*frame.fds)
             elif isinstance(frame.message, m.Clear) and client.root:
                 self._clear()
             elif isinstance(frame.message, m.Shutdown) and client.root:
@@ -290,7 +304,7 @@ class ForkServerProcess:
         if client.root:
             if self.ending is None:
                 # Its sockets are closed a moment before its pidfd tells. A root that lives on dropped us on purpose.
-                if _is_gone(client.pidfd, timeout_s=_EXIT_WAIT_S):
+                if not self.spare and _is_gone(client.pidfd, timeout_s=_EXIT_WAIT_S):
                     self._tell_root_death()
                 self.exit_code = 1
                 self._end_all()
@@ -378,6 +392,7 @@ class ForkServerProcess:
             if result is None:
                 return
             stray = self.strays.pop(result.si_pid, self) is not self
+            self.helpers.discard(result.si_pid)
             child = self.children.pop(result.si_pid, None)
             if child is not None:
                 self._tell_exit(child, result)
@@ -424,6 +439,9 @@ class ForkServerProcess:
     def _spawn(self, client: _Client, spawn: m.Spawn, fds: list[int]) -> None:
         if self.ending is not None or self.clearing or _hung_up(fds[0]):
             return  # nobody is left who would want it
+        if self.spare:
+            self.spare = False
+            set_title(FORK_SERVER)
         changes = m.unpack_env(spawn.env)
         reasons = self.obstacles or needs_fresh(self.env, changes)
         fresh = spawn.fresh or bool(reasons)
@@ -469,6 +487,60 @@ class ForkServerProcess:
             self.clients.append(child.as_client)
             self._tell(child.as_client, m.ServerReady(self.obstacles, self.import_seconds))
         self._tell(client, m.Spawned(spawn.key, pid, fresh), fds=[pidfd])
+
+    def _make_spare(self, conn_fd: int, root_pidfd: int) -> None:
+        """If it cannot be, the root sees its connection end."""
+        if self.ending is not None or self.obstacles:
+            return
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # threads: find_obstacles has looked at them
+                pid = os.fork()
+            if pid == 0:
+                self._be_spare(conn_fd, root_pidfd)
+            self.helpers.add(pid)
+            self._introduce(pid, conn_fd)
+        except OSError as error:
+            self.log.note(f"no spare fork server: {error}")
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _introduce(self, pid: int, conn_fd: int) -> None:
+        """Say on its connection who it is. It does not do so itself: it may be stopped before it could."""
+        conn: Connection[m.ToServer] = Connection.from_fd(os.dup(conn_fd), m.ToServer)
+        pidfd = os.pidfd_open(pid)
+        try:
+            log_file = log_path(self.log_dir, FORK_SERVER, pid)
+            conn.send(m.SpareReady(pid, str(log_file), self.import_seconds), fds=[pidfd], timeout_s=0.0)
+        except (ChannelClosedError, TimeoutError):
+            pass  # the root is gone
+        finally:
+            conn.close()
+            os.close(pidfd)
+
+    def _be_spare(self, conn_fd: int, root_pidfd: int) -> NoReturn:
+        """The copy's life. Nothing of the original's may stay open: others wait for the end of its connections."""
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            for client in self.clients:
+                client.conn.abandon()
+            linux.close_all_but([0, 1, 2, conn_fd, root_pidfd, self.console_fd])
+            self.wake_r, self.wake_w = os.pipe()
+            self.clearing = self.terminated = False  # before it can be told to end
+            self._catch_signals()
+            set_title(SPARE_FORK_SERVER)
+            self.log = ProcessLog(self.log_dir, FORK_SERVER, self.begin.log_level, self.console_fd)
+            linux.become_subreaper()
+            self.root = _Client(Connection.from_fd(conn_fd, m.ToServer), root_pidfd, root=True)
+            self.clients, self.children, self.strays, self.helpers, self.early = [self.root], {}, {}, set(), []
+            self.oom_kills = OomKills()
+            self.spare = True
+            code = self._serve_all()
+            self.log.finish()
+        finally:
+            os._exit(code)
 
     def _forget(self, *sockets: socket.socket | None) -> None:
         """In the child: objects that own descriptors must forget them: their numbers will belong to others."""

@@ -476,6 +476,11 @@ def _open_log(path: Path) -> tuple[int, Path]:
     return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), path
 
 
+def log_path(folder: str, name: str, pid: int) -> Path:
+    """Log file of a process."""
+    return Path(folder) / f"{name}-{pid}.log"
+
+
 class ProcessLog:
     """The log of one child process: redirects descriptors 1 and 2, ``sys.stdout`` and ``sys.stderr``, and logging."""
 
@@ -491,7 +496,7 @@ class ProcessLog:
         _configure_logging(level)
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{name}-{os.getpid()}.log"
+        return log_path(str(self._folder), name, os.getpid())
 
     def rename(self, name: str) -> None:
         """Prefix and file name change with the name of the process."""

@@ -136,7 +136,11 @@ class Clear(msgspec.Struct, tag="clear"):
     """Kill all children and what they left, say :class:`Cleared` when they are gone, and go on. From the root."""
 
 
-ToServer = Begin | Spawn | Shutdown | Clear
+class Spare(msgspec.Struct, tag="spare"):
+    """Fork a copy of yourself that waits, for the case of your death. Descriptors: its connection, the root's pidfd."""
+
+
+ToServer = Begin | Spawn | Shutdown | Clear | Spare
 
 # ---- fork server to client -----------------------------------------------------------------------------------------
 
@@ -191,7 +195,15 @@ class Cleared(msgspec.Struct, tag="cleared"):
     """There are no children any more."""
 
 
-ToClient = ServerPhase | ServerReady | ServerFailed | Spawned | SpawnFailed | Exited | Cleared
+class SpareReady(msgspec.Struct, tag="spare_ready"):
+    """There is a spare; said by the fork server that made it, on the spare's connection. Descriptor: its pidfd."""
+
+    pid: int
+    log_file: str
+    seconds: dict[str, float] = {}
+
+
+ToClient = ServerPhase | ServerReady | ServerFailed | Spawned | SpawnFailed | Exited | Cleared | SpareReady
 
 # ---- fork server to a child that is executed fresh -----------------------------------------------------------------
 

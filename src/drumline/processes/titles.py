@@ -36,6 +36,8 @@ def engine_core_name(dp_rank: int = 0) -> str:
 
 
 FORK_SERVER = "ForkServer"
+SPARE_FORK_SERVER = "ForkServer_spare"
+"""Until it is needed."""
 DP_COORDINATOR = "DPCoordinator"
 
 
