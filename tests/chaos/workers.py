@@ -57,7 +57,7 @@ def slow(method: Any) -> Any:
     def execute_model(self: Any, plan: StepPlan) -> StepOutput | None:
         """Take time over prompts, as a large model does."""
         if ints(plan.num_tokens).max(initial=0) > 1:
-            time.sleep(0.05)
+            time.sleep(0.1)
         return method(self, plan)  # type: ignore[no-any-return]
 
     return execute_model
