@@ -43,6 +43,19 @@ class Stuck(Plain):
             time.sleep(0.05)
 
 
+class StuckInItsStart(Plain):
+    """Rank 1 hangs when it gets its KV cache, or when it warms up, after it has said something."""
+
+    def initialize_from_config(self, kv_configs: Any) -> None:
+        if self.rank == 1 and kv_configs[1] == "KV cache":
+            time.sleep(60)
+
+    def compile_or_warm_up_model(self) -> None:
+        self.context.set_phase("warm-up: the first half")
+        if self.rank == 1:
+            time.sleep(60)
+
+
 class StaysAway(Gloo):
     """Rank 1 does not come to the third collective."""
 

@@ -208,6 +208,17 @@ def test_a_worker_that_is_stuck(make: Make, how: str) -> None:
     assert f"running {how} (call 1) for" in report.text()
 
 
+@pytest.mark.parametrize("what", ["KV cache", "warm-up"])
+def test_a_worker_that_is_stuck_in_the_calls_of_a_start(make: Make, what: str) -> None:
+    """These may take longer than others, but not for ever: they have the patience of a start."""
+    options = {"stall_timeout_s": STALL_S / 10, "start_timeout_s": STALL_S}
+    executor = make("mp", 2, worker=f"{STUCK}:StuckInItsStart", **options)
+    report = hang_of(executor, lambda: executor.initialize_from_config([what, what]))  # type: ignore[list-item]
+    assert report.rank == 1
+    assert "(--start-timeout 1)" in report.text()
+    assert report.phase == ("compile_or_warm_up_model" if what == "warm-up" else "initialize_from_config")
+
+
 def test_a_rank_that_does_not_come_to_a_collective(make: Make) -> None:
     executor = make("mp", 3, worker=f"{STUCK}:StaysAway", stall_timeout_s=STALL_S)
     executor.collective_rpc("total")

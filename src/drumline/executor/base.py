@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import sys
 import threading
@@ -46,6 +45,8 @@ log = logging.getLogger(__name__)
 HEALTH_TIMEOUT_S = 10.0
 STEP_METHODS = frozenset({"execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch"})
 """Their deadline (``execute_timeout_s``) says nothing about how long one may take without progress."""
+START_METHODS = frozenset({"initialize_from_config", "compile_or_warm_up_model"})
+"""Parts of the start, which have its patience."""
 MOST_PATIENCE = 1024
 """Calls of which it is remembered that they may take long."""
 
@@ -309,11 +310,15 @@ class Executor(ABC):
         self.collective_rpc("execute_dummy_batch", timeout=self.process.execute_timeout_s)
 
     def initialize_from_config(self, kv_cache_configs: Sequence[KVConfig]) -> None:
-        """Give every rank its KV cache (``kv_cache_configs[rank]``), then warm up, which may take long."""
-        self.collective_rpc("initialize_from_config", (list(kv_cache_configs),), expected_s=math.inf)
+        """Give every rank its KV cache (``kv_cache_configs[rank]``), then warm up.
+
+        Both are parts of the start, and have its patience: ``start_timeout_s`` without progress of a rank.
+        """
+        patience_s = self.process.start_timeout_s
+        self.collective_rpc("initialize_from_config", (list(kv_cache_configs),), expected_s=patience_s)
         for state in self.workers():
             self._on_phase(replace(state, phase=WARM_UP))
-        self.collective_rpc("compile_or_warm_up_model", expected_s=math.inf)
+        self.collective_rpc("compile_or_warm_up_model", expected_s=patience_s)
         for state in self.workers():
             self._on_phase(state)
 
