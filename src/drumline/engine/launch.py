@@ -326,10 +326,10 @@ class EngineProcesses:
             self._kept = self._may_keep()
             if self._supervisor is not None:
                 self._supervisor.close(force=self.failure is not None)
+            if not self._may_go_on() and (spare := self._take_spare()) is not None:
+                spare.close()  # before the one that it is a copy of, which reaps it
             if self._forkserver is not None and not self._kept:
                 self._forkserver.close()
-            if not self._may_go_on() and (spare := self._take_spare()) is not None:
-                spare.close()
         finally:
             self._phase = "stopped"
             self._stopped.set()
@@ -369,7 +369,7 @@ class EngineProcesses:
     def close(self) -> None:
         """:meth:`shutdown`, and the fork server that was kept and the spare are ended too. Idempotent, bounded."""
         self.shutdown()
-        for server in (self._take_forkserver(), self._take_spare()):
+        for server in (self._take_spare(), self._take_forkserver()):
             if server is not None:
                 server.close()
 
