@@ -21,7 +21,7 @@ Deaths:
 
 The root may ask for a **spare** (``Spare``): a copy of this process, made when its imports are done, that waits with a
 connection of its own to the root. If this process dies, the root goes on with the spare at once: the imports are most
-of a start (7 of 9 s where cores are slow), and pages that nobody writes to are shared, so it costs little memory.
+of a start (7 of 9 s where cores are slow), and pages that nobody writes to are shared, so it costs 6 MB of memory.
 Nobody is its parent for long, so the root knows it by a pidfd; it has no PDEATHSIG, and ends with the root's
 connection. Until the first child is asked of it, it reports nobody's death: this process does.
 
