@@ -282,8 +282,11 @@ def spare_of(pid: int) -> int:
     raise AssertionError("there is none")
 
 
-def test_the_death_of_the_fork_server_costs_no_imports(tiny: tuple[Path, Any]):
-    """A spare takes its place, as often as need be; where that is dead too, or does not answer, a start does."""
+def test_the_death_of_the_fork_server_costs_no_imports(
+    tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A spare takes its place, as often as need be; where that does not answer, a start does. One that dies is
+    replaced, unless it did at once."""
 
     async def kill_it() -> None:
         recoveries = served.client.recoveries
@@ -299,6 +302,19 @@ def test_the_death_of_the_fork_server_costs_no_imports(tiny: tuple[Path, Any]):
         assert await served.tokens(greedy("b", prompt(1, 6), 5))
 
     with engine(config_for(tiny[0]), recovery=Limits(restarts=9, backoff_s=0.001)) as served:
+        for least_s in (0.0, 1000.0):
+            monkeypatch.setattr("drumline.engine.launch.LEAST_SPARE_S", least_s)
+            kill(spare := spare_of(served.pid("ForkServer")), signal.SIGKILL)
+            told = f"(pid {spare}) has ended"
+            deadline = time.monotonic() + 5
+            while told not in caplog.text:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert ("another one is made" in caplog.text.partition(told)[2]) == (not least_s)
+            if not least_s:
+                assert spare_of(served.pid("ForkServer")) != spare
+        kill(served.pid("EngineCore_DP0"), signal.SIGKILL)  # a restart makes one again
+        assert served.run(served.tokens(greedy("c", prompt(1, 6), 5)))
         for number in (0, 0, signal.SIGSTOP):
             before = served.pid("ForkServer")
             spare = spare_of(before)

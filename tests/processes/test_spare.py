@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import select
 import signal
 import time
@@ -122,12 +123,16 @@ def test_one_that_is_not_needed_ends_when_it_is_closed(house: House, number: int
         while process_state(pid) not in ("", "Z", "T"):
             assert time.monotonic() < deadline
         assert not spare.meet()
+    ended: queue.Queue[int] = queue.Queue()
+    house.server.on_spare_ended = ended.put
     house.ready(member := house.spawn("serve"))  # the original does not care
     began = time.monotonic()
     spare.close()
     spare.close()
     assert time.monotonic() - began < 1.0
     wait_gone(pid)
+    if number not in (signal.SIGKILL, signal.SIGTERM):  # else it may have been told before
+        assert ended.get(timeout=5) == pid
     assert process_state(member.pid) in tuple("SR")
 
 

@@ -62,6 +62,8 @@ LIVE_WAIT_S = 2.5
 """How long the engine core may take to say what its workers are doing."""
 HANG_WAIT_S = 1.2
 """The same if it hangs, or seems to: its thread may still answer."""
+LEAST_SPARE_S = 5.0
+"""A spare fork server that ended sooner is not made again."""
 CORE_SLACK_S = 0.5
 """What the engine core has, after its workers have ended or been killed, to end itself."""
 
@@ -100,6 +102,7 @@ class EngineProcesses:
         self._log_dir: str = before._log_dir if before is not None else config.process.log_dir
         self._forkserver: ForkServer | None = None if before is None else before._take_forkserver()
         self._spare: ForkServer | None = None if before is None else before._take_spare()
+        self._spare_since = 0.0
         self._kept = False
         self._supervisor: Supervisor | None = None
         self._core: Member | None = None
@@ -173,8 +176,7 @@ class EngineProcesses:
             if self._stopping:
                 raise self._stopped_error()
             self._start_watch(core)
-            if self._keep and self._spare is None and self._forkserver is not None and self._forkserver.import_seconds:
-                self._spare = self._forkserver.spare()
+            self._make_spare()
         self._phase = "ready"
         self._marks.mark("ready", time.monotonic())
         return msgspec.msgpack.decode(core.info, type=EngineInfo)
@@ -346,6 +348,37 @@ class EngineProcesses:
     def _may_go_on(self) -> bool:
         """It died, once it was ready, and others may come in its place."""
         return self._keep and self.failure is not None and "ready" in self._marks
+
+    def _make_spare(self) -> None:
+        """If there is none and it would be of use. The lock is held."""
+        server = self._forkserver
+        if not self._keep or self._spare is not None or server is None or not server.import_seconds:
+            return
+        server.on_spare_ended = self._on_spare_ended
+        self._spare_since = time.monotonic()
+        self._spare = server.spare()
+
+    def _on_spare_ended(self, pid: int) -> None:
+        """Somebody killed it (the supervisor's thread). It is made again, unless it cannot live."""
+        with self._lock:
+            spare = self._spare
+            if self._stopping or self.failure is not None or spare is None:
+                return
+            spare.meet(0.0)
+            if spare.pid not in (0, pid):
+                return  # that was an earlier one
+            self._spare = None
+            spare.close()
+            lived_s = time.monotonic() - self._spare_since
+            again = lived_s > LEAST_SPARE_S
+            log.warning(
+                "the spare fork server (pid %d) has ended after %s%s",
+                pid,
+                span(lived_s),
+                "; another one is made" if again else ": without one, the death of the fork server costs its imports",
+            )
+            if again:
+                self._make_spare()
 
     def _use_spare(self) -> ForkServer | None:
         """The copy of a fork server that died, if there is one and it works. The lock is held."""

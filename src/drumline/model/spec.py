@@ -163,7 +163,9 @@ def _checkpoint_dtype(config: Mapping[str, Any]) -> str:
 def _refuse_unsupported(config: Mapping[str, Any], architecture: Architecture, name: str) -> None:
     model_type = config["model_type"]
     architectures = config.get("architectures") or [architecture.class_name]
-    if architecture.class_name not in architectures:
+    # What the model below the head was saved as; with a tied head nothing is missing.
+    base = architecture.class_name.removesuffix("ForCausalLM").replace("Gemma3", "Gemma3Text") + "Model"
+    if architecture.class_name not in architectures and architectures != [base]:
         raise UnsupportedModelError(
             f"{name}: architecture {', '.join(architectures)} cannot be served; of {model_type} models only "
             f"{architecture.class_name}"

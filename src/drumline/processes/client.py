@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from socket import socket
@@ -194,6 +194,8 @@ class ForkServer:
         self.closing = False
         self._waits_as_spare = False
         """It has not been met yet."""
+        self.on_spare_ended: Callable[[int], None] = lambda pid: None
+        """Called in the supervisor's thread when a spare of this one has ended, whoever ended it. Must not block."""
         self.cleared = threading.Event()
         """Set by the supervisor that reads the connection."""
         self._owner_pid = os.getpid()

@@ -104,6 +104,7 @@ class ForkServerProcess:
         """Processes that children left, and when to kill them; None: killed, and there until reaped."""
         self.helpers: set[int] = set()
         """Processes that imports started, and spares."""
+        self.spares: set[int] = set()
         self.spare = False
         """It waits for the death of the one that it is a copy of."""
         self.obstacles: list[str] = []
@@ -393,6 +394,9 @@ class ForkServerProcess:
                 return
             stray = self.strays.pop(result.si_pid, self) is not self
             self.helpers.discard(result.si_pid)
+            if result.si_pid in self.spares:
+                self.spares.remove(result.si_pid)
+                self._tell(self.root, m.SpareEnded(result.si_pid))
             child = self.children.pop(result.si_pid, None)
             if child is not None:
                 self._tell_exit(child, result)
@@ -500,6 +504,7 @@ class ForkServerProcess:
             if pid == 0:
                 self._be_spare(conn_fd, root_pidfd)
             self.helpers.add(pid)
+            self.spares.add(pid)
             self._introduce(pid, conn_fd)
         except OSError as error:
             self.log.note(f"no spare fork server: {error}")
@@ -535,6 +540,7 @@ class ForkServerProcess:
             linux.become_subreaper()
             self.root = _Client(Connection.from_fd(conn_fd, m.ToServer), root_pidfd, root=True)
             self.clients, self.children, self.strays, self.helpers, self.early = [self.root], {}, {}, set(), []
+            self.spares = set()
             self.oom_kills = OomKills()
             self.spare = True
             code = self._serve_all()

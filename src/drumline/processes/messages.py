@@ -203,7 +203,13 @@ class SpareReady(msgspec.Struct, tag="spare_ready"):
     seconds: dict[str, float] = {}
 
 
-ToClient = ServerPhase | ServerReady | ServerFailed | Spawned | SpawnFailed | Exited | Cleared | SpareReady
+class SpareEnded(msgspec.Struct, tag="spare_ended"):
+    """A spare has ended; said by the fork server that made it."""
+
+    pid: int
+
+
+ToClient = ServerPhase | ServerReady | ServerFailed | Spawned | SpawnFailed | Exited | Cleared | SpareReady | SpareEnded
 
 # ---- fork server to a child that is executed fresh -----------------------------------------------------------------
 

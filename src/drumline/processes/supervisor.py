@@ -429,6 +429,8 @@ class Supervisor:
                 self._feed(c.ExitTold(message.key, how, message.time))
             case m.Cleared():
                 server.cleared.set()
+            case m.SpareEnded():
+                server.on_spare_ended(message.pid)
 
     def _on_server_phase(self, server: ForkServer, phase: str) -> None:
         server.phase = phase

@@ -93,7 +93,6 @@ class Metrics(Collector):
         self._service = service
         self.load = 0
         """HTTP requests that outputs are made for."""
-        self.prompt_tokens = 0
         self.prompt_computed = 0
         """Prompt tokens of all outputs that have begun, without those found in the prefix cache."""
         self.prompt_found = 0
@@ -142,7 +141,6 @@ class Metrics(Collector):
 
     def request_began(self, prepared: PreparedRequest) -> None:
         """A prompt with its parameters goes to the engine."""
-        self.prompt_tokens += len(prepared.prompt_token_ids)
         self.prompt_length.observe(len(prepared.prompt_token_ids))
         self.param_n.observe(prepared.params.n)
         if prepared.params.max_tokens is not None:
@@ -195,7 +193,8 @@ class Metrics(Collector):
         for key, count in self.http.items():
             http.add_metric(list(key), count)
         yield http
-        yield _counter("vllm:prompt_tokens", "Prompt tokens of all requests", self.prompt_tokens, labels)
+        prompts = self.prompt_computed + self.prompt_found
+        yield _counter("vllm:prompt_tokens", "Prompt tokens of all outputs that have begun", prompts, labels)
         sources = CounterMetricFamily(
             "vllm:prompt_tokens_by_source",
             "Prompt tokens of all outputs that have begun, by where their keys and values came from",
