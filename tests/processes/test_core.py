@@ -104,6 +104,30 @@ def test_failures_of_one_window_are_one_with_the_earliest_first() -> None:
     assert set(told.keys) == {0, 1, 2}
 
 
+def test_once_all_have_said_why_nobody_is_waited_for() -> None:
+    run = Run(2)
+    run.start()
+    run(c.ToldFailure(1, failure("late", 7.05)))
+    assert run.told(c.TellFailure) == []
+    run(c.ToldFailure(0, failure("early", 7.0)))
+    [told] = run.told(c.TellFailure)
+    assert (told.report.role, [one.role for one in told.report.folded]) == ("early", ["late"])
+    run(c.ExitTold(0, c.Exit(code=1), 7.1))
+    run.wait(1)
+    assert len(run.told(c.TellFailure)) == 1
+
+
+def test_who_has_only_ended_has_said_nothing() -> None:
+    """Its own words, or those of the fork server, may still be on their way."""
+    run = Run(2)
+    run.start()
+    run(c.ToldFailure(1, failure("Worker_TP1", 7.05)))
+    run(c.ExitTold(0, c.Exit(signal=9), 7.0))
+    assert run.told(c.TellFailure) == []
+    run.wait(0.2)
+    assert run.told(c.TellFailure)[0].report.role == "Worker_TP0"
+
+
 def test_a_failure_and_the_exit_that_follows_are_one() -> None:
     run = Run(1)
     run.start(ready=False)

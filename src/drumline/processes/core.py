@@ -3,7 +3,8 @@
 States of a member only go up: STARTING, READY, STOPPING, GONE. A death has up to three signs (end of the control
 connection, pidfd, exit told by the real parent) which come in any order; the member is gone when the parent has told
 how it ended, or when the window after the first sign is over. Failures are collected for one window and then told as
-one report (:func:`drumline.processes.reports.fold`).
+one report (:func:`drumline.processes.reports.fold`); at once, if every member has said itself why it failed, since
+then there is nothing left to hear (an engine core has collected for its workers).
 
 The ladder of a stop: ask, wait, SIGTERM, wait, SIGKILL, wait, give up. A process in state T gets SIGKILL at once. A
 member that has no process yet is dropped at once: closing its connection keeps it from being made.
@@ -275,6 +276,8 @@ class MemberRecord:
     phase: str = "starting"
     log_file: str = ""
     report: FailureReport | None = None
+    own_words: bool = False
+    """It said itself that it failed."""
     connected: bool = True
     ended_at: float | None = None
     exit: Exit | None = None
@@ -387,6 +390,7 @@ class SupervisorCore:
                     record.state = State.READY
                     self._out.append(TellReady(record.key, event.info))
             case ToldFailure():
+                record.own_words = True
                 self._fail(record, event.report)
             case ConnectionEnded():
                 record.connected = False
@@ -502,11 +506,17 @@ class SupervisorCore:
             if record.state is not State.GONE:
                 self._advance_member(record)
         failure = self._failure
-        if failure is not None and self._now >= failure.deadline:
+        if failure is not None and (self._now >= failure.deadline or self._all_is_said(failure)):
             self._failure = None
             if failure.reports or self.server is not None:
                 root = fold(failure.reports, self.server)
                 self._out.append(TellFailure(root, tuple(dict.fromkeys(failure.keys))))
+
+    def _all_is_said(self, failure: _Failure) -> bool:
+        concerned = [
+            record for record in self.members.values() if record.state is not State.GONE or record.key in failure.keys
+        ]
+        return self.server is None and bool(failure.reports) and all(record.own_words for record in concerned)
 
     def _due(self, at: float | None) -> bool:
         return at is not None and self._now >= at
