@@ -118,14 +118,21 @@ def test_once_all_have_said_why_nobody_is_waited_for() -> None:
 
 
 def test_who_has_only_ended_has_said_nothing() -> None:
-    """Its own words, or those of the fork server, may still be on their way."""
-    run = Run(2)
-    run.start()
-    run(c.ToldFailure(1, failure("Worker_TP1", 7.05)))
-    run(c.ExitTold(0, c.Exit(signal=9), 7.0))
-    assert run.told(c.TellFailure) == []
-    run.wait(0.2)
-    assert run.told(c.TellFailure)[0].report.role == "Worker_TP0"
+    """Words of the fork server, which may have been what died, may still be on their way."""
+    for how, waits in ((c.Exit(), True), (c.Exit(signal=9), False), (c.Exit(code=0), False)):
+        run = Run(2)
+        run.start()
+        run(c.ToldFailure(1, failure("Worker_TP1", 7.05)))
+        run(c.ExitTold(0, how, 7.0))
+        assert (run.told(c.TellFailure) == []) == waits
+        run.wait(0.2)
+        assert run.told(c.TellFailure)[0].report.role == "Worker_TP0"
+    alone = Run(1)
+    alone.start()
+    alone(c.ProcessEnded(0, 7.0))
+    assert alone.told(c.TellFailure) == []
+    alone(c.ExitTold(0, c.Exit(signal=9), 7.0))
+    assert len(alone.told(c.TellFailure)) == 1
 
 
 def test_a_failure_and_the_exit_that_follows_are_one() -> None:

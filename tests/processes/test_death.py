@@ -43,12 +43,15 @@ class Tree:
             cwd=ROOT,
         )
         self.wait_for("ready" if worker == "serve" else "phase")
-        self.pids = {"APIServer_0": self.process.pid}
         [server] = children(self.process.pid)
-        self.pids["ForkServer"] = server
-        self.pids |= {title(pid): pid for pid in children(server)}
         spare = ["ForkServer_spare"] if worker == "serve" else []
-        assert sorted(self.pids) == ["APIServer_0", "EngineCore_DP0", "ForkServer", *spare, "Worker_0", "Worker_1"]
+        deadline = time.monotonic() + 5
+        while True:  # the spare gets its title after it was told of
+            self.pids = {title(pid): pid for pid in children(server)}
+            self.pids |= {"APIServer_0": self.process.pid, "ForkServer": server}
+            if sorted(self.pids) == ["APIServer_0", "EngineCore_DP0", "ForkServer", *spare, "Worker_0", "Worker_1"]:
+                break
+            assert time.monotonic() < deadline, self.pids
         self.pidfds = [os.pidfd_open(pid) for pid in self.pids.values()]
 
     def wait_for(self, kind: str) -> None:

@@ -3,8 +3,9 @@
 States of a member only go up: STARTING, READY, STOPPING, GONE. A death has up to three signs (end of the control
 connection, pidfd, exit told by the real parent) which come in any order; the member is gone when the parent has told
 how it ended, or when the window after the first sign is over. Failures are collected for one window and then told as
-one report (:func:`drumline.processes.reports.fold`); at once, if every member has said itself why it failed, since
-then there is nothing left to hear (an engine core has collected for its workers).
+one report (:func:`drumline.processes.reports.fold`); at once, if every member has said itself why it failed (an engine
+core has collected for its workers) or its parent has told how it ended, since then there is nothing left to hear: had
+the fork server died before, it could not have told.
 
 The ladder of a stop: ask, wait, SIGTERM, wait, SIGKILL, wait, give up. A process in state T gets SIGKILL at once. A
 member that has no process yet is dropped at once: closing its connection keeps it from being made.
@@ -516,7 +517,7 @@ class SupervisorCore:
         concerned = [
             record for record in self.members.values() if record.state is not State.GONE or record.key in failure.keys
         ]
-        return self.server is None and bool(failure.reports) and all(record.own_words for record in concerned)
+        return self.server is None and bool(failure.reports) and all(map(_has_said, concerned))
 
     def _due(self, at: float | None) -> bool:
         return at is not None and self._now >= at
@@ -545,3 +546,7 @@ class SupervisorCore:
         else:
             self._out.append(SendSignal(record.key, SIGTERM if rung is Rung.TERMINATED else SIGKILL))
         record.rung_deadline = self._now + self._rung_s[rung]
+
+
+def _has_said(record: MemberRecord) -> bool:
+    return record.own_words or (record.exit is not None and record.exit != Exit())
