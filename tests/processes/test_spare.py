@@ -163,9 +163,22 @@ def test_it_sleeps(house: House) -> None:
     spare.close()
 
 
+def test_it_may_be_asked_for_before_the_imports_are_done(make_house: Callable[..., House]) -> None:
+    house = make_house(preload=("json",))
+    spare = house.server.spare()
+    assert spare is not None
+    house.ready(house.spawn("serve"))
+    assert spare.meet()
+    assert "json" in spare.import_seconds
+    other = make_house()
+    early = other.server.spare()
+    assert early is not None
+    early.close()  # it ends as soon as it is there
+    other.ready(other.spawn("serve"))
+
+
 def test_none_where_it_cannot_be(make_house: Callable[..., House]) -> None:
     house = make_house()
-    assert house.server.spare() is None  # its imports are not done
     house.ready(house.spawn("serve"))
     house.server.obstacles = ["an import started threads"]
     assert house.server.spare() is None

@@ -160,6 +160,8 @@ class EngineProcesses:
                 )
             )
             self._supervisor.add(self._core)
+            if preload:
+                self._make_spare()  # after the engine core, and while that starts
 
     def wait_ready(self) -> EngineInfo:
         """Wait until the engine core is ready. StartupError with the root cause; everything has been ended then."""
@@ -176,7 +178,6 @@ class EngineProcesses:
             if self._stopping:
                 raise self._stopped_error()
             self._start_watch(core)
-            self._make_spare()
         self._phase = "ready"
         self._marks.mark("ready", time.monotonic())
         return msgspec.msgpack.decode(core.info, type=EngineInfo)
@@ -350,9 +351,9 @@ class EngineProcesses:
         return self._keep and self.failure is not None and "ready" in self._marks
 
     def _make_spare(self) -> None:
-        """If there is none and it would be of use. The lock is held."""
+        """If there is none. The lock is held."""
         server = self._forkserver
-        if not self._keep or self._spare is not None or server is None or not server.import_seconds:
+        if not self._keep or self._spare is not None or server is None:
             return
         server.on_spare_ended = self._on_spare_ended
         self._spare_since = time.monotonic()

@@ -301,11 +301,12 @@ class ForkServer:
         return False
 
     def spare(self) -> ForkServer | None:
-        """Have it fork a copy of itself that waits; returns at once. None: it cannot (not ready, it does not fork).
+        """Have it fork a copy of itself that waits, once its imports are done and what was asked before has been seen
+        to; returns at once. None: it cannot.
 
         Nobody reads the copy's connection until it is needed: call :meth:`meet` then. The caller closes it.
         """
-        if self.process is None or self.closing or self.phase != "ready" or self.obstacles:
+        if self.process is None or self.closing or self.obstacles:
             return None
         ours, theirs = socket_pair()
         made = ForkServer(Connection(ours, m.ToClient), None, "")
@@ -370,7 +371,7 @@ class ForkServer:
         _open_servers.discard(self)
         if self._waits_as_spare:
             with contextlib.suppress(ChannelClosedError):
-                self.meet(_IMPORTING_WAIT_S)
+                self.meet(0.0)  # one that does not exist yet ends with its connection
         if self.process is not None:
             with contextlib.suppress(ChannelClosedError, TimeoutError):
                 self.conn.send(m.Shutdown(), timeout_s=0.0)
