@@ -127,8 +127,8 @@ def _said(cell: Cell, fault: str) -> str:
     }.get(fault)
     if found is None:
         found = _raised(fault)
-        if cell.phase == "starting" and cell.role != SERVER:
-            found = f"(?:{found}|ended with exit code 70)"  # before it can say anything
+        if cell.phase == "starting":  # before it can say anything
+            found = f"(?:{found}|ended with exit code {1 if cell.role == SERVER else 70})"
     return who + found
 
 

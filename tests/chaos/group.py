@@ -8,8 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
-LIMIT = 2 << 30
-"""A server of the tiny model takes a quarter of it; one process alone that takes the rest is the largest by far, also
+LIMIT = 3 << 29
+"""A server of the tiny model takes a third of it; one process alone that takes the rest is the largest by far, also
 where the files of a torch for GPUs, mapped by the fork server, count as its memory (the kernel takes the largest)."""
 MOUNT = Path("/sys/fs/cgroup")
 

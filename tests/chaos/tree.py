@@ -78,7 +78,7 @@ class Tree(Serve):
         flags += ["--recovery", *recovery]
         hold = HELD.get(phase, "steps")
         if hold == "prefill":
-            flags += ["--no-enable-prefix-caching"]
+            flags += ["--no-enable-prefix-caching", "--max-num-batched-tokens", "128"]
         self.began = time.monotonic()
         with self.log.open("wb") as console:
             self.process = subprocess.Popen(
