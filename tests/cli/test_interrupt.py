@@ -72,7 +72,7 @@ class Command:
         assert code == ExitCode.INTERRUPTED, self.text
         wait_for(lambda: not self.members(), LIMIT_S - (time.monotonic() - began), "end of all processes")
         for word in ("Traceback", "Error", "Exception", "drumline failed", "Warning"):
-            assert word not in self.text
+            assert word not in self.text, self.text
 
     def close(self) -> None:
         for pid in self.members():
