@@ -305,6 +305,17 @@ def test_a_hang_in_the_process_of_the_caller(make: Make) -> None:
     assert caught.value.report.what == "hang"
 
 
+@pytest.mark.parametrize("what", ["KV cache", "warm-up"])
+def test_a_start_that_hangs_in_the_process_of_the_caller(make: Make, what: str) -> None:
+    executor = make("uni", worker=f"{STUCK}:StuckInItsStart", stall_timeout_s=STALL_S / 10, start_timeout_s=STALL_S)
+    began = time.monotonic()
+    with pytest.raises(ExecutorFailedError) as caught:
+        executor.initialize_from_config([what])  # type: ignore[list-item]
+    assert STALL_S <= time.monotonic() - began < STALL_S + SLACK_S
+    assert "(--start-timeout 1)" in str(caught.value)
+    assert caught.value.report.phase == ("compile_or_warm_up_model" if what == "warm-up" else "initialize_from_config")
+
+
 def test_a_step_in_the_callers_thread_that_hangs(make: Make) -> None:
     executor = make("uni", stall_timeout_s=STALL_S, worker=f"{STUCK}:Sleeper")
     told = threading.Event()
