@@ -43,7 +43,7 @@ class Stuck(Plain):
             time.sleep(0.05)
 
 
-LONG_S = 4.0
+LONG_S = 6.0
 """Longer than any test waits; in the process of the test (uni) a thread sleeps for it."""
 
 
