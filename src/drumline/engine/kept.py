@@ -50,11 +50,13 @@ GONE_S = 1.0
 def ranks_to_keep(config: EngineConfig) -> int:
     """Ranks of this machine whose KV memory outlives the engine; 0: none does."""
     kind = Executor.get_class(config)
-    ranks = config.parallel.world_size
+    parallel, ranks = config.parallel, config.parallel.world_size
     possible = (
         config.cache.enable_prefix_caching
         and kind.keeps_memory
-        and config.parallel.nnodes == 1
+        and parallel.nnodes == 1
+        # Where ranks share out tokens, an answer does not say that all of them have written theirs.
+        and parallel.prefill_context_parallel_size == parallel.decode_context_parallel_size == 1
         and ranks <= MOST_RANKS
         and resolve_platform(config.platform).device_type == "cpu"
         and hasattr(os, "memfd_create")
@@ -64,10 +66,17 @@ def ranks_to_keep(config: EngineConfig) -> int:
 
 def fingerprint(config: EngineConfig, specs: Sequence[KVSpec]) -> bytes:
     """Equal for engines whose keys and values of the same tokens are the same: model, its files, layout, block size."""
-    folder = Path(config.model.path)
-    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir())
+    files = sorted(_state_of(path) for path in Path(config.model.path).iterdir())
     same = (config.model, config.parallel, config.platform, config.process.worker_cls, list(specs), files)
     return hashlib.blake2b(repr(same).encode(), digest_size=32).digest()
+
+
+def _state_of(path: Path) -> tuple[str, int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        found = path.lstat()  # a link that leads nowhere
+    return path.name, found.st_size, found.st_mtime_ns
 
 
 class KeptMemory:
@@ -160,15 +169,19 @@ class KeptPrefixes:
         if not self._sized(num_blocks):
             return None
         size = PrefixTable.size_of(num_blocks)
-        if self._geometry is None:
-            os.ftruncate(self._table_fd, size)
+        try:
+            if self._geometry is None:
+                os.ftruncate(self._table_fd, size)
+            buf = memoryview(mmap.mmap(self._table_fd, size))
+        except OSError as error:
+            log.info("The prefix cache does not outlive this process: no memory file of %d bytes (%s)", size, error)
+            return None
         geometry = self._geometry or Geometry(
             block_size=self._specs[0].block_size,
             num_blocks=num_blocks,
             bytes_per_block=sum(spec.bytes_per_block for spec in self._specs),
             fingerprint=fingerprint(config, self._specs),
         )
-        buf = memoryview(mmap.mmap(self._table_fd, size))
         return PrefixTable(buf, geometry, self._incarnation, take_over=self._geometry is not None)
 
     def _found(self, mine: bytes) -> Geometry | None:
