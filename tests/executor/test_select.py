@@ -159,6 +159,8 @@ def test_extensions(make: Make) -> None:
 def test_an_extension_that_shares_attributes(make: Make, backend: str) -> None:
     with pytest.raises(Exception, match="share echo, get_seen"):
         make(backend, extension="Clashing")
+    with pytest.raises(Exception, match="worker extension Hidden and worker class Plain share seen: rename"):
+        make(backend, extension="Hidden")
 
 
 def test_a_worker_class_with_one_method(make: Make) -> None:

@@ -298,6 +298,12 @@ class Clashing:
     def get_seen(self) -> None: ...
 
 
+class Hidden:
+    """Has the name of an attribute that Plain sets on itself, which its class does not show."""
+
+    def seen(self) -> None: ...
+
+
 class Slow(Plain):
     """Takes a while to stop."""
 
