@@ -93,8 +93,8 @@ def test_availability_wants_a_device_and_a_torch_that_can_use_it(monkeypatch: py
 
 
 SMI = """\
-GPU-1, NVIDIA H200, 143771, 00000000:1B:00.0
-GPU-2, NVIDIA H200, [N/A], 00000001:52:00.0
+GPU-1, NVIDIA H200, 143771, 00000000:1B:00.0, 143000
+GPU-2, NVIDIA H200, [N/A], 00000001:52:00.0, [N/A]
 """
 LISTING = """\
 GPU 0: NVIDIA H200 (UUID: GPU-1)
@@ -106,8 +106,8 @@ GPU 1: NVIDIA H200 (UUID: GPU-2)
 
 def test_nvidia_smi() -> None:
     first, second = parse_smi(SMI, LISTING)
-    assert first == Gpu(uuid="GPU-1", name="NVIDIA H200", memory=143771 << 20, bus="0000:1b:00.0")
-    assert second.memory == 0
+    assert first == Gpu(uuid="GPU-1", name="NVIDIA H200", memory=143771 << 20, free=143000 << 20, bus="0000:1b:00.0")
+    assert (second.memory, second.free) == (0, 0)
     assert second.bus == "0001:52:00.0"
     assert [(part.uuid, part.name) for part in second.instances] == [
         ("MIG-5e", "MIG 3g.71gb"),

@@ -176,6 +176,8 @@ class EngineProcess:
             capacity.reason,
             time.monotonic() - began,
         )
+        if text := capacity.unused_text:
+            log.info("KV cache: %s", text)
         costs = [one for one in executor.collective_rpc(step_costs) if one is not None]
         prices = StepCosts.highest(costs) if len(costs) == executor.world_size else None
         return make_scheduler(config, self._spec, capacity, max_model_len, prices), EngineInfo(

@@ -15,14 +15,13 @@ from drumline.model import spec as specs
 from drumline.model.attention import KVCache
 from drumline.model.choose import make_forward
 from drumline.model.forward import Forward, ModuleForward
-from drumline.model.loader import load_model
+from drumline.model.loader import load_model, parameter_bytes
 from drumline.model.pipeline import make_stage
 from drumline.model.runner import ModelRunner
 from drumline.model.sampling import Sampler
 from drumline.model.stages import stage_layers
 from drumline.parallel.groups import Groups, init_groups
 from drumline.parallel.layout import Layout, device_index, worker_places
-from drumline.parallel.shards import vocab_shards
 from drumline.plan.kv import KVConfig, KVSpec
 from drumline.plan.memory import StepCosts
 from drumline.plan.step import StepOutput, StepPlan
@@ -55,7 +54,7 @@ class ModelWorker:
             raise ConfigError("the model worker splits a model by tensor and pipeline parallelism only, so far")
         if not self.config.model.path:
             raise ConfigError("the model was not resolved to a local folder (drumline.model.resolve)")
-        self.spec = specs.read_spec(self.config.model.path)
+        self.spec = specs.read_spec(self.config.model.path).weighted(self.config.parallel)
         self.max_model_len = specs.resolve_max_model_len(self.config.model.max_model_len, self.spec)
         self.platform = resolve_platform(self.config.platform)
         self.layers = stage_layers(self.spec, self.config.parallel)[self.layout.coordinates(self.rank).pp]
@@ -66,6 +65,9 @@ class ModelWorker:
         self.groups: Groups | None = None
         self.device = torch.device("cpu")
         self.model: torch.nn.Module | None = None
+        self.weight_bytes = 0
+        """Of this rank's weights in the compute type, as ``drumline plan`` tells them. How they are laid out after that
+        is the forward's business: in fewer bytes where that loses nothing."""
         self.cache: KVCache | None = None
         self._runner: ModelRunner | None = None
 
@@ -116,7 +118,9 @@ class ModelWorker:
             seed=model.seed,
             progress=lambda done: self.context.set_phase(f"load_model {done:.0%}"),
         )
-        sampler = Sampler(vocab_shards(self.spec.vocab_size, group.size), group, wants_logprobs=self._is_output_rank)
+        self.weight_bytes = parameter_bytes(self.model)
+        log.debug("the weights of this rank have %d bytes", self.weight_bytes)
+        sampler = Sampler(self.spec.vocabulary(group.size), group, wants_logprobs=self._is_output_rank)
         self._runner = ModelRunner(
             self._forward(self.model),
             sampler,
@@ -210,7 +214,7 @@ class ModelWorker:
         """See ``plan.memory``. A row: its logits and two things of their size, as they are compared, summed, sorted. A
         value: on its way between ranks, as numbers of Python's in the answer, and in the message."""
         group = self._groups().tp
-        ids = vocab_shards(self.spec.vocab_size, group.size)[group.rank_in_group]
+        ids = self.spec.vocabulary(group.size)[group.rank_in_group]
         return StepCosts(row_bytes=3 * 4 * ids.size, value_bytes=VALUE_BYTES + 16 * group.size)
 
     def reserve_memory(self, nbytes: int) -> None:

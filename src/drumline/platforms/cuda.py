@@ -46,6 +46,8 @@ class Gpu:
     uuid: str
     name: str
     memory: int = 0
+    free: int = 0
+    """Bytes that nobody uses; 0: unknown."""
     bus: str = ""
     instances: tuple[Gpu, ...] = ()
     """MIG instances; a GPU that has some can only be used through them."""
@@ -84,6 +86,7 @@ class CudaPlatform(Platform):
                 name=gpu.name,
                 uuid=gpu.uuid,
                 memory=gpu.memory,
+                free=gpu.free,
                 bus=gpu.bus,
                 numa_node=node_of_device(gpu.bus),
             )
@@ -238,20 +241,19 @@ def _nvml_gpu(nvml: Any, handle: Any) -> Gpu:
             part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
         except nvml.NVMLError:  # places without an instance
             continue
-        instances.append(
-            Gpu(
-                uuid=_text(nvml.nvmlDeviceGetUUID(part)),
-                name=_text(nvml.nvmlDeviceGetName(part)),
-                memory=int(nvml.nvmlDeviceGetMemoryInfo(part).total),
-                bus=bus,
-            )
-        )
+        instances.append(_nvml_part(nvml, part, bus))
+    return replace(_nvml_part(nvml, handle, bus), instances=tuple(instances))
+
+
+def _nvml_part(nvml: Any, handle: Any, bus: str) -> Gpu:
+    """A GPU, or an instance of one."""
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     return Gpu(
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         name=_text(nvml.nvmlDeviceGetName(handle)),
-        memory=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        memory=int(memory.total),
+        free=int(memory.free),
         bus=bus,
-        instances=tuple(instances),
     )
 
 
@@ -307,7 +309,7 @@ def _text(value: str | bytes) -> str:
 
 def _from_smi() -> tuple[Gpu, ...] | None:
     """None if there is no nvidia-smi or it does not answer."""
-    query = ["--query-gpu=uuid,name,memory.total,pci.bus_id", "--format=csv,noheader,nounits"]
+    query = ["--query-gpu=uuid,name,memory.total,pci.bus_id,memory.free", "--format=csv,noheader,nounits"]
     table = _smi(*query)
     return None if table is None else parse_smi(table, _smi("-L") or "")
 
@@ -323,7 +325,8 @@ def _smi(*arguments: str) -> str | None:
 
 
 def parse_smi(table: str, listing: str) -> tuple[Gpu, ...]:
-    """GPUs of ``nvidia-smi --query-gpu=uuid,name,memory.total,pci.bus_id`` (CSV, MiB) and of ``nvidia-smi -L``."""
+    """GPUs of ``nvidia-smi --query-gpu=uuid,name,memory.total,pci.bus_id,memory.free`` (CSV, MiB) and of
+    ``nvidia-smi -L``."""
     instances: dict[str, list[tuple[str, str]]] = {}
     gpu = ""
     for line in listing.splitlines():
@@ -336,12 +339,13 @@ def parse_smi(table: str, listing: str) -> tuple[Gpu, ...]:
     gpus = []
     for line in table.splitlines():
         fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 4:
-            uuid, name, memory, bus = fields
-            size = int(memory) << 20 if memory.isdigit() else 0  # "[N/A]" where GPU and host share their memory
+        if len(fields) == 5:
+            uuid, name, memory, bus, unused = fields
+            # "[N/A]" where GPU and host share their memory
+            size, free = (int(text) << 20 if text.isdigit() else 0 for text in (memory, unused))
             bus = bus_address(bus)
             parts = tuple(Gpu(uuid=part, name=kind, bus=bus) for part, kind in instances.get(uuid, ()))
-            gpus.append(Gpu(uuid=uuid, name=name, memory=size, bus=bus, instances=parts))
+            gpus.append(Gpu(uuid=uuid, name=name, memory=size, free=free, bus=bus, instances=parts))
     return tuple(gpus)
 
 
