@@ -163,6 +163,17 @@ def test_an_extension_that_shares_attributes(make: Make, backend: str) -> None:
         make(backend, extension="Hidden")
 
 
+def test_how_busy_workers_are(make: Make) -> None:
+    """Without a call: read from what they write after each one."""
+    executor = make(worker="Counting")
+    executor.collective_rpc("note", (1,))
+    before = executor.busy_ns()
+    assert [ns // 1000 for ns in before] == [0, 1, 2]
+    executor.collective_rpc("note", (2,))
+    assert executor.busy_ns() == [ns + 5 for ns in before]
+    assert make("uni", worker="Counting").busy_ns() == []
+
+
 def test_a_worker_class_with_one_method(make: Make) -> None:
     executor = make(worker="Bare")
     executor.check_health()

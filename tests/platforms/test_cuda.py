@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from drumline.platforms.cuda import (
     Gpu,
     _nvml_peers,
     bus_address,
+    bytes_of,
     find_gpus,
     parse_smi,
     visible,
@@ -113,6 +115,16 @@ def test_nvidia_smi() -> None:
         ("MIG-5e", "MIG 3g.71gb"),
         ("MIG-6f", "MIG 1g.18gb"),
     ]
+
+
+def test_what_nvml_says_of_a_process() -> None:
+    def one(pid: int, used: int | None) -> SimpleNamespace:
+        return SimpleNamespace(pid=pid, usedGpuMemory=used)
+
+    assert bytes_of(7, [one(6, 5), one(7, 123)]) == 123
+    assert bytes_of(7, [one(6, 5)]) is None  # PIDs of another namespace
+    assert bytes_of(7, [one(7, None)]) is None
+    assert bytes_of(7, [one(7, 1), one(7, 2)]) is None
 
 
 def test_proc(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from drumline.model.attention import KVCache
 from drumline.model.choose import make_forward
 from drumline.model.forward import Forward, ModuleForward
 from drumline.model.loader import load_model, parameter_bytes
+from drumline.model.memory import Use, kv_room, warm_up
 from drumline.model.pipeline import make_stage
 from drumline.model.runner import ModelRunner
 from drumline.model.sampling import Sampler
@@ -70,6 +71,10 @@ class ModelWorker:
         is the forward's business: in fewer bytes where that loses nothing."""
         self.cache: KVCache | None = None
         self._runner: ModelRunner | None = None
+        self._opened = 0
+        """Bytes of the device that were free before this process opened it; 0: unknown."""
+        self._warm: Use | None = None
+        """Of the device before the weights."""
 
     @property
     def runner(self) -> ModelRunner:
@@ -83,7 +88,11 @@ class ModelWorker:
         self.platform.set_device(self.device_index)
 
     def init_device(self) -> None:
-        """Open the device and join the groups; then the worker has its name."""
+        """Open the device, join the groups and use them once; then the worker has its name.
+
+        What libraries and communicators keep is taken before there are weights and counted (``model.memory``).
+        """
+        self._opened = self.platform.free_before_use(self.device_index)
         self.device = self.platform.set_device(self.device_index)
         parallel = self.config.parallel
         self.groups = init_groups(
@@ -95,6 +104,8 @@ class ModelWorker:
             device=self.device,
             one_machine=parallel.nnodes_within_dp == 1,
         )
+        warm_up(self.device, self.groups, self.dtype)
+        self._warm = self._use()
         places = worker_places(parallel, self.rank)
         self.context.set_name(worker_name(**places, expert_parallel=parallel.enable_expert_parallel))
 
@@ -163,7 +174,8 @@ class ModelWorker:
 
         ``kv_cache_memory_bytes`` if given. Else on the CPU the smaller of what ``max_num_seqs`` sequences of
         ``max_model_len`` need and a quarter of the host's available memory over the workers of this machine; on other
-        devices ``gpu_memory_utilization`` of the device less what is in use after a step of the largest size.
+        devices ``gpu_memory_utilization`` of the device less what this process uses at the peak of a step of the
+        largest size, and never more than is free.
         """
         cache = self.config.cache
         if cache.kv_cache_memory_bytes is not None:
@@ -178,18 +190,30 @@ class ModelWorker:
         return min(need, int(CPU_KV_SHARE * available / workers)) if available else need
 
     def _free_device_memory(self) -> int:
-        """What is left of this engine's share beside all that is in use, and what the largest step takes on top."""
-        stats = getattr(torch, self.device.type)
+        """What is left of this engine's share of the device after a step of the largest size."""
+        stats = torch.get_device_module(self.device)
         self.platform.synchronize()
-        before: int = stats.memory_allocated(self.device)
+        self.platform.empty_cache()
         stats.reset_peak_memory_stats(self.device)
         tokens, rows = self.config.scheduler.max_num_batched_tokens, self.config.scheduler.max_num_seqs
         self.runner.run_dummy(tokens, min(tokens, rows))
         self.platform.synchronize()
-        step: int = stats.max_memory_allocated(self.device) - before
+        peak: int = stats.max_memory_reserved(self.device)
         self.platform.empty_cache()
+        after = self._use()
+        assert after is not None
+        assert self._warm is not None
+        room = kv_room(self._opened, self._warm, after, peak, self.config.cache.gpu_memory_utilization)
+        log.info("memory of the device: %s", room)
+        return room.kv
+
+    def _use(self) -> Use | None:
+        """Of the device now; None on CPUs, whose memory is the host's."""
+        if self.device.type == "cpu":
+            return None
         free, total = self.platform.memory(self.device_index)
-        return max(int(total * self.config.cache.gpu_memory_utilization) - (total - free) - step, 0)
+        reserved = torch.get_device_module(self.device).memory_reserved(self.device)
+        return Use(free, total, reserved, self.platform.own_memory(self.device_index))
 
     def initialize_from_config(self, kv_configs: list[KVConfig]) -> None:
         """Allocate the KV pool; ``kv_configs[rank]`` is this rank's."""
@@ -252,6 +276,10 @@ class ModelWorker:
     def while_idle(self) -> bool:
         """Prepare memory for prompts to come, a little at a time. False: nothing is left to do."""
         return self.cache is not None and self.cache.touch_ahead()
+
+    def busy_ns(self) -> int:
+        """How long this pipeline stage has computed; 0 where there is one alone, and before there is a model."""
+        return 0 if self._runner is None else self._runner.busy_ns()
 
     def check_health(self) -> None:
         """Raise if the device does not work any more."""

@@ -139,6 +139,14 @@ class CudaPlatform(Platform):
 
         return DeviceMemory(*torch.cuda.mem_get_info(index))
 
+    def free_before_use(self, index: int) -> int:
+        """See :meth:`Platform.free_before_use`; from NVML or nvidia-smi."""
+        return sum(device.free for device in self.device_table().devices[index : index + 1])
+
+    def own_memory(self, index: int) -> int | None:
+        """See :meth:`Platform.own_memory`; from NVML, which lists processes of its own PID namespace only."""
+        return _nvml_own(self.device_table().devices[index].uuid, os.getpid())
+
     def peer_access(self, first: int, second: int) -> bool:
         """As the driver says."""
         import torch
@@ -282,6 +290,32 @@ def _ask_nvml(uuids: Sequence[str]) -> tuple[str, dict[str, int], dict[str, str]
         return None
     finally:
         pynvml.nvmlShutdown()
+
+
+def _nvml_own(uuid: str, pid: int) -> int | None:
+    """Bytes that a process has on a GPU; None if NVML cannot be asked, or does not list it."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return bytes_of(
+            pid, pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByUUID(uuid.encode()))
+        )
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def bytes_of(pid: int, processes: Sequence[Any]) -> int | None:
+    """What NVML's list of a GPU's processes has for one of them; None: it is not there, or its memory is not known."""
+    found = [one.usedGpuMemory for one in processes if one.pid == pid]
+    return int(found[0]) if len(found) == 1 and found[0] else None
 
 
 _P2P = ("ok", "the chipset does not support it", "the GPU does not support it", "the topology does not allow it",

@@ -201,6 +201,12 @@ def idle_work(worker: Any) -> Callable[[], bool]:
     return getattr(worker, "while_idle", None) or (lambda: False)
 
 
+def busy_ns(worker: Any) -> Callable[[], int] | None:
+    """The worker's ``busy_ns``; None: it does not say."""
+    found: Callable[[], int] | None = getattr(worker, "busy_ns", None)
+    return found
+
+
 def check_health(worker: Any) -> None:
     """Call ``check_health`` where it exists: a worker that answers at all is healthy without it."""
     _call_if_there(worker, "check_health")
