@@ -24,6 +24,7 @@ from tests.model.tiny import make_tiny
 
 Tiny = Callable[[str], tuple[Path, Any]]
 CPU = torch.device("cpu")
+MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 @dataclass
@@ -51,7 +52,27 @@ def load(folder: Path, rank: int = 0, size: int = 1, **options: Any) -> Any:
 def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder, under the names that the model has for them."""
     tensors = load_file(folder / "model.safetensors")
-    return {name.replace("embed_out.", "lm_head."): tensor for name, tensor in tensors.items()}
+    return fused({name.replace("embed_out.", "lm_head."): tensor for name, tensor in tensors.items()})
+
+
+def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With the matrices of all experts of a layer in one tensor, as models have them."""
+    plain, experts = {}, {}
+    for name, tensor in tensors.items():
+        found = re.fullmatch(r"(.*)\.experts\.(\d+)\.(\w+)\.weight", name.replace(".block_sparse_moe.", ".mlp."))
+        if found:
+            experts[found[1], MIXTRAL.get(found[3], found[3]), int(found[2])] = tensor
+        else:
+            plain[name.replace(".block_sparse_moe.", ".mlp.")] = tensor
+    for block in sorted({block for block, _, _ in experts}):
+        count = len({expert for other, _, expert in experts if other == block})
+        gate, up, down = (
+            torch.stack([experts[block, leaf, expert] for expert in range(count)])
+            for leaf in ("gate_proj", "up_proj", "down_proj")
+        )
+        plain[f"{block}.experts.gate_up_proj"] = torch.cat([gate, up], 1)
+        plain[f"{block}.experts.down_proj"] = down
+    return plain
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -65,7 +86,7 @@ def test_the_ranks_parts_make_up_the_checkpoint(tiny: Tiny, shape: str, size: in
     if size > spec.num_kv_heads:
         owners = [[shard.kv.start for shard in heads].index(head) for head in range(spec.num_kv_heads)]
     for name, tensor in whole.items():
-        mine, leaf = [rank[name] for rank in ranks], name.split(".")[-2]
+        mine, leaf = [rank[name] for rank in ranks], name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
         if all(part.shape == tensor.shape for part in mine):
             assert all(part.equal(tensor) for part in mine)
             continue
@@ -76,7 +97,9 @@ def test_the_ranks_parts_make_up_the_checkpoint(tiny: Tiny, shape: str, size: in
             rest = [torch.cat([split[rank][i] for rank in owners]) for i in (1, 2)]
             assert torch.cat([query, *rest]).equal(tensor)
         elif leaf == "gate_up_proj":
-            assert torch.cat([torch.cat([part.chunk(2)[i] for part in mine]) for i in (0, 1)]).equal(tensor)
+            axis = tensor.dim() - 2  # of experts they are stacked
+            halves = [torch.cat([part.chunk(2, axis)[i] for part in mine], axis) for i in (0, 1)]
+            assert torch.cat(halves, axis).equal(tensor)
         else:
             if leaf in ("k_proj", "v_proj", "k_norm"):
                 mine = [mine[rank] for rank in owners]
@@ -133,10 +156,14 @@ def test_a_tensor_that_is_split_is_never_read_whole(tiny: Tiny, shape: str, monk
     names = {name: tensor.numel() for name, tensor in load_file(folder / "model.safetensors").items()}
     load(folder, 1, 2)
     assert set(read) == set(names)
-    matrices = [name for name in read if re.search(r"(_proj|dense\w*|query_key_value|embed_\w+|lm_head)\.weight", name)]
-    linears = {"phi3": 4, "gpt_neox": 4}.get(read_spec(folder).model_type, 7)
-    assert len(matrices) == 3 * linears + (1 if read_spec(folder).tied else 2)
-    shared = () if read_spec(folder).num_kv_heads > 1 else ("k_proj", "v_proj")  # a KV head that both ranks need
+    split = r"(_proj|dense\w*|query_key_value|embed_\w+|lm_head|\.w[123])\.weight"
+    matrices = [name for name in read if re.search(split, name)]
+    spec = read_spec(folder)
+    linears = {"phi3": 4, "gpt_neox": 4}.get(spec.model_type, 7)
+    experts = 0 if spec.experts is None else len(spec.experts.layers)
+    more = 0 if spec.experts is None else experts * 3 * (spec.experts.num_experts - 1)
+    assert len(matrices) == 3 * linears + more + (1 if spec.tied else 2)
+    shared = () if spec.num_kv_heads > 1 else ("k_proj", "v_proj")  # a KV head that both ranks need
     for name in matrices:
         assert read[name] <= 0.51 * names[name] or name.split(".")[-2] in shared, name
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import transformers
 
+from drumline.model import flat
+
 COMMON: dict[str, Any] = {"num_hidden_layers": 3, "max_position_embeddings": 256, "initializer_range": 0.25}
 COMMON |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
@@ -249,7 +251,69 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "sliding_window": 22,
         },
     ),
+    # 8 experts of which 2 for a token, an MLP in the layer between, a width that nothing divides, weights that add up
+    # to 1, bias in attention, a window in all layers
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            "hidden_size": 44,
+            "intermediate_size": 67,
+            "moe_intermediate_size": 37,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "num_attention_heads": 10,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "vocab_size": 293,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+        },
+    ),
+    # experts in each second layer, 5 of them of which 3 for a token, weights as they come, untied
+    "qwen3_moe-sparse": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            "hidden_size": 54,
+            "intermediate_size": 59,
+            "moe_intermediate_size": 83,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "decoder_sparse_step": 2,
+            "output_router_logits": True,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 8,
+            "vocab_size": 271,
+            "tie_word_embeddings": False,
+        },
+    ),
+    # other names in checkpoints, experts in all layers, a window
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {
+            "hidden_size": 45,
+            "intermediate_size": 53,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "vocab_size": 283,
+            "tie_word_embeddings": False,
+            "sliding_window": 23,
+            "head_dim": 6,
+        },
+    ),
 }
+
+FLAT_SHAPES = [shape for shape, (name, _, _) in SHAPES.items() if getattr(transformers, name).model_type in flat.KNOWN]
+"""Those that the fast forwards know (``drumline.model.flat``)."""
 
 FEATURES: dict[str, list[dict[str, Any]]] = {
     "llama": [],
@@ -293,6 +357,14 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     "gpt_neox-serial": [{"use_parallel_residual": True}],
     "olmo2": [],
     "smollm3": [{"no_rope_layers": [1, 1, 1]}, {"sliding_window": 21}, {"use_sliding_window": False}],
+    "qwen3_moe": [
+        {"norm_topk_prob": False},
+        {"num_experts_per_tok": 3},
+        {"use_sliding_window": False},
+        {"sliding_window": 21},
+    ],
+    "qwen3_moe-sparse": [{"norm_topk_prob": True}, {"num_experts_per_tok": 2}],
+    "mixtral": [{"num_experts_per_tok": 1}, {"sliding_window": None}, {"sliding_window": 24}],
 }
 """Changes of the configuration of each shape that must change its answers."""
 
@@ -303,18 +375,33 @@ def make_config(shape: str, **changes: Any) -> Any:
     return getattr(transformers, config_class)(**(COMMON | fields | changes))
 
 
+def plain(model: Any) -> Any:
+    """A reference model with the plain attention and the plain experts of transformers: others lack features, or take
+    no odd widths."""
+    model.set_attn_implementation("eager")
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    return model
+
+
+def read_reference(folder: Path, shape: str) -> Any:
+    """The reference model of a folder."""
+    return plain(getattr(transformers, SHAPES[shape][1]).from_pretrained(folder))
+
+
 def make_model(shape: str, **changes: Any) -> Any:
     """The reference model of a shape in float32, random but the same in each process.
 
-    Its attention is the eager one, which has all features (the SDPA of some versions leaves soft caps out).
+    It is a plain one (:func:`plain`).
     """
     config = make_config(shape, **changes)
     torch.manual_seed(len(shape))
     model = getattr(transformers, SHAPES[shape][1])(config).eval()
-    model.set_attn_implementation("eager")
+    plain(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:  # biases are made as zeros and norms as ones: nothing would notice them missing
+            # Biases are made as zeros and norms as ones: nothing would notice them missing.
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
     return model
 
@@ -332,4 +419,4 @@ def edit_config(folder: Path, **changes: Any) -> None:
     """Change entries of config.json; None removes one."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    path.write_text(json.dumps({key: value for key, value in config.items() if changes.get(key, 0) is not None}))

@@ -15,6 +15,7 @@ from typing import Any
 from drumline.config import DTYPE_ALIASES, LEAST_MODEL_LEN
 from drumline.errors import ConfigError, UnsupportedModelError
 from drumline.model.architectures import ARCHITECTURES, Architecture, layer_windows, why_refused
+from drumline.model.expert_spec import ExpertsSpec, read_experts
 from drumline.parallel.shards import HeadShard, attention_shards
 from drumline.plan.kv import KVSpec
 
@@ -34,6 +35,7 @@ class ModelSpec:
     num_layers: int
     hidden_size: int
     intermediate_size: int
+    """Of the MLP of layers without experts."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -54,6 +56,8 @@ class ModelSpec:
     first_positions: int | None = None
     """Longest sequence in tokens of the first training, where rotary frequencies have a set for these and another one
     for longer ones (``longrope``)."""
+    experts: ExpertsSpec | None = None
+    """If there are layers with experts."""
 
     @property
     def modeling_module(self) -> str:
@@ -61,11 +65,20 @@ class ModelSpec:
         folder = ARCHITECTURES[self.model_type].folder
         return f"transformers.models.{folder}.modeling_{folder}"
 
-    @property
-    def layer_weights(self) -> int:
+    def layer_weights(self, layer: int) -> int:
         """Number of weights in the matrices of one layer (norms and biases, less than a hundredth, left out)."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return self.hidden_size * (attention + (3 if self.gated_mlp else 2) * self.intermediate_size)
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
+        if self.experts is not None and layer in self.experts.layers:
+            return attention + self.experts.weights(self.hidden_size)
+        return attention + (3 if self.gated_mlp else 2) * self.intermediate_size * self.hidden_size
+
+    @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """Intermediate sizes, each of which is split over the ranks of a TP group."""
+        if self.experts is None:
+            return (self.intermediate_size,)
+        dense = (self.intermediate_size,) if len(self.experts.layers) < self.num_layers else ()
+        return (*dense, self.experts.width)
 
     @property
     def vocabulary_weights(self) -> int:
@@ -142,6 +155,7 @@ def _make_spec(config: Mapping[str, Any], model_type: str, architecture: Archite
         gated_mlp=architecture.gated_mlp,
         norms_all_heads=architecture.norms_all_heads,
         first_positions=_first_positions(config),
+        experts=read_experts(config, architecture.experts, layers),
     )
 
 
