@@ -8,20 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from drumline.errors import ConfigError
 from drumline.model.expert_spec import ExpertShare, ExpertsSpec
 from drumline.model.expert_weights import expert_pieces
-from drumline.model.experts import Experts
+from drumline.model.experts import Experts, gating_of
+from drumline.model.loader import load_model
 from drumline.model.spec import read_spec
 from drumline.model.weights import DummyWeights, Piece, SafetensorsWeights, WeightSource
 from drumline.parallel.shards import Range
-from tests.model.test_architectures import Split, check
+from tests.model.test_architectures import Split, ThreadGroup, check
 from tests.model.test_loader import fused
 from tests.model.tiny import make_tiny
 
@@ -74,6 +77,44 @@ def test_any_routing_and_any_split(num_experts: int, tokens: int, data: st.DataO
     total = torch.stack(parts).sum(0)
     assert total.shape == hidden.shape
     torch.testing.assert_close(total.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_gating_of_gpt_oss() -> None:
+    """Against its module in transformers, with numbers that are clamped."""
+    config = transformers.GptOssConfig(hidden_size=4, intermediate_size=3, num_local_experts=1)
+    theirs = GptOssExperts(config)
+    both = torch.randn(50, 6) * 6
+    torch.testing.assert_close(gating_of(theirs)(both[:, ::2], both[:, 1::2]), theirs._apply_gate(both))
+    with pytest.raises(ValueError, match="Linear: unknown experts"):
+        gating_of(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_biases_are_added_once(tmp_path: Path, size: int) -> None:
+    """The down projection's bias is on one rank alone, that of gate and up with its columns."""
+    make_tiny(tmp_path, "gpt_oss")
+    whole = load_file(tmp_path / "model.safetensors")
+    blocks = [model.model.layers[0].mlp for model in Split(tmp_path, size).models]
+    stored = {leaf: whole[f"model.layers.0.mlp.experts.{leaf}"] for leaf in ("gate_up_proj_bias", "down_proj_bias")}
+    assert [block.experts.down_proj_bias is None for block in blocks] == [False] + [True] * (size - 1)
+    assert blocks[0].experts.down_proj_bias.equal(stored["down_proj_bias"])
+    halves = [torch.cat([block.experts.gate_up_proj_bias.chunk(2, 1)[i] for block in blocks], 1) for i in (0, 1)]
+    assert halves[0].equal(stored["gate_up_proj_bias"][:, ::2])
+    assert halves[1].equal(stored["gate_up_proj_bias"][:, 1::2])
+
+
+def test_the_router_of_deepseek_stays_in_float32(tmp_path: Path) -> None:
+    make_tiny(tmp_path, "deepseek_v3")
+    group = ThreadGroup(1).member(0)
+    model: Any = load_model(
+        read_spec(tmp_path), tmp_path, dtype=torch.bfloat16, device=torch.device("cpu"), group=group
+    )
+    block = model.model.layers[1].mlp
+    assert block.gate.weight.dtype == block.gate.e_score_correction_bias.dtype == torch.float32
+    assert block.experts.down_proj.dtype == block.shared_experts.up_proj.weight.dtype == torch.bfloat16
+    stored = load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert block.gate.e_score_correction_bias.equal(stored)
+    assert block(torch.randn(1, 3, 52, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_more_ranks_than_columns() -> None:

@@ -8,10 +8,11 @@ wrongly answers fluently and wrongly.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from drumline.model.expert_spec import MoeDefaults
+from drumline.model.latent_spec import LatentDefaults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,10 @@ class Architecture:
     """The MLP has three matrices, not two."""
     experts: MoeDefaults | None = None
     """If layers have experts in place of an MLP."""
+    latent: LatentDefaults | None = None
+    """If queries, keys and values are made from latents (MLA)."""
+    plan: Mapping[str, str] = field(default_factory=dict)
+    """How modules are split of which the tensor-parallel plan in transformers does not say it (``loader.tp_plan``)."""
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -118,6 +123,44 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         windows="all",
         experts=MoeDefaults(where="all", num_experts=8, top_k=2),
     ),
+    "gpt_oss": Architecture(
+        class_name="GptOssForCausalLM",
+        folder="gpt_oss",
+        num_kv_heads=8,
+        head_dim=64,
+        max_positions=131072,
+        windows="alternating",
+        window=128,
+        experts=MoeDefaults(where="all", num_experts=128, top_k=4, interleaved=True),
+        plan={
+            "layers.*.self_attn.q_proj": "colwise",
+            "layers.*.self_attn.k_proj": "colwise",
+            "layers.*.self_attn.v_proj": "colwise",
+            "layers.*.self_attn.o_proj": "rowwise",
+        },
+    ),
+    "deepseek_v3": Architecture(
+        class_name="DeepseekV3ForCausalLM",
+        folder="deepseek_v3",
+        max_positions=4096,
+        latent=LatentDefaults(query_rank=1536, kv_rank=512, rope=64, nope=128, value=128),
+        experts=MoeDefaults(
+            where="after_dense",
+            num_experts=256,
+            top_k=8,
+            width=2048,
+            first_dense=3,
+            shared=1,
+            groups=8,
+            float_router=True,
+        ),
+        plan={
+            "layers.*.self_attn.q_proj": "colwise",
+            "layers.*.self_attn.q_b_proj": "colwise",
+            "layers.*.self_attn.kv_b_proj": "colwise",
+            "layers.*.self_attn.o_proj": "rowwise",
+        },
+    ),
 }
 """By ``model_type`` of config.json."""
 
@@ -130,7 +173,7 @@ _HYBRID = (
     "state for each sequence, which the block cache here cannot hold"
 )
 _EXPERTS = "it is a mixture of experts of a kind that cannot be split or routed here yet"
-_LATENT = "its attention caches a compressed latent instead of keys and values (MLA), which the cache here cannot hold"
+_LATENT = "its attention is of another kind of latents (MLA) than the one that is served, DeepSeek-V3's"
 _ENCODER_DECODER = "it is an encoder-decoder: its decoder attends to an encoder's output, and only decoders are served"
 _ENCODER = "it is an encoder without a language-model head: it generates nothing"
 _MULTIMODAL = "it is multimodal: images, sound or video need parts of the model that are not served"
@@ -141,9 +184,9 @@ _FAMILIES: Mapping[str, str] = {
     "mamba mamba2 falcon_mamba rwkv xlstm": _RECURRENT,
     "jamba bamba zamba zamba2 nemotron_h falcon_h1 granitemoehybrid recurrent_gemma lfm2 lfm2_moe qwen3_next "
     "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text minimax kimi_linear bailing_hybrid olmo_hybrid": _HYBRID,
-    "qwen2_moe olmoe flex_olmo phimoe granitemoe gpt_oss glm4_moe glm4_moe_lite dbrx ernie4_5_moe "
+    "qwen2_moe olmoe flex_olmo phimoe granitemoe glm4_moe glm4_moe_lite dbrx ernie4_5_moe "
     "hunyuan_v1_moe dots1 minimax_m2 jetmoe": _EXPERTS,
-    "deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa longcat_flash minicpm3": _LATENT,
+    "deepseek_v2 deepseek_v32 glm_moe_dsa longcat_flash minicpm3": _LATENT,
     "t5 mt5 umt5 longt5 switch_transformers bart mbart pegasus marian m2m_100 nllb-moe blenderbot led prophetnet "
     "whisper t5gemma seamless_m4t": _ENCODER_DECODER,
     "bert roberta distilbert xlm-roberta albert electra deberta deberta-v2 modernbert mpnet": _ENCODER,

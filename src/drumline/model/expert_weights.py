@@ -13,17 +13,22 @@ tensor                                 shape              goes to
 ``experts.3.down_proj.weight``         [H, I]             ``down_proj[3]``
 ``experts.gate_up_proj``               [E, 2 I, H]        ``gate_up_proj``
 ``experts.down_proj``                  [E, H, I]          ``down_proj``
+``experts.gate_up_proj`` (GPT-OSS)     [E, H, 2 I]        ``gate_up_proj``, gate and up apart, transposed
+``experts.gate_up_proj_bias``          [E, 2 I]           ``gate_up_proj_bias``, gate and up apart
+``experts.down_proj`` (GPT-OSS)        [E, I, H]          ``down_proj``, transposed
+``experts.down_proj_bias``             [E, H]             ``down_proj_bias``, on the first rank of the group
 =====================================  =================  =====================================================
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from drumline.model.expert_spec import ExpertShare, ExpertsSpec
-from drumline.model.experts import Experts, MoeBlock, gating_of
+from drumline.model.experts import Experts, MoeBlock, ScoredMoeBlock, gating_of
 from drumline.model.layers import TPGroup
 from drumline.model.spec import ModelSpec
 from drumline.model.weights import Part, Piece, WeightSource
@@ -36,20 +41,33 @@ def put_experts(model: Any, spec: ModelSpec, dtype: torch.dtype, group: TPGroup)
     """
     if spec.experts is None:
         return {}
+    interleaved = spec.experts.interleaved
     share = ExpertShare.of_tp(spec.experts, group.rank_in_group, group.size)
     shares: dict[str, ExpertShare] = {}
     for name, block in list(model.named_modules()):
         if not hasattr(block, "experts"):
             continue
-        experts = Experts(share.experts.size, spec.hidden_size, share.columns.size, gating_of(block.experts), dtype)
-        model.set_submodule(name, MoeBlock(block, experts, group))
+        if spec.experts.float_router:
+            block.gate.to(torch.float32)  # as of transformers 5.24 it is by itself
+        experts = Experts(
+            share.experts.size,
+            spec.hidden_size,
+            share.columns.size,
+            gating_of(block.experts),
+            dtype,
+            biases=interleaved,
+            down_bias=group.rank_in_group == 0,
+        )
+        model.set_submodule(name, (ScoredMoeBlock if interleaved else MoeBlock)(block, experts, group))
         shares[f"{name}.experts"] = share
     return shares
 
 
 def expert_pieces(name: str, stored: str, share: ExpertShare, spec: ModelSpec, source: WeightSource) -> list[Piece]:
-    """Where the parameters of the experts module ``name`` come from, which the checkpoint calls ``stored``."""
+    """Where all that an experts module ``name`` can have comes from; the checkpoint calls the module ``stored``."""
     assert spec.experts is not None
+    if spec.experts.interleaved:
+        return _interleaved(name, stored, share, spec.experts, spec.hidden_size)
     if source.has(f"{stored}.gate_up_proj"):
         return _fused(name, stored, share, spec.experts, spec.hidden_size)
     return _each(name, stored, share, spec.experts, spec.hidden_size)
@@ -80,3 +98,31 @@ def _fused(name: str, stored: str, share: ExpertShare, spec: ExpertsSpec, hidden
         "down_proj": Part(down, 2, (gate,), experts),
     }
     return [Piece(f"{name}.{leaf}", f"{stored}.{leaf}", part.full, part) for leaf, part in parts.items()]
+
+
+def _interleaved(name: str, stored: str, share: ExpertShare, spec: ExpertsSpec, hidden: int) -> list[Piece]:
+    """Tensors over all experts as GPT-OSS has them."""
+    count, columns, both = spec.num_experts, share.columns, share.columns.scaled(2)
+    leaves: dict[str, tuple[Part, Callable[[torch.Tensor], torch.Tensor] | None]] = {
+        "gate_up_proj": (Part((count, hidden, 2 * spec.width), 2, (both,), share.experts), _transposed_halves),
+        "gate_up_proj_bias": (Part((count, 2 * spec.width), 1, (both,), share.experts), _halves),
+        "down_proj": (Part((count, spec.width, hidden), 1, (columns,), share.experts), _transposed),
+        "down_proj_bias": (Part((count, hidden), 0, (share.experts,)), None),
+    }
+    return [
+        Piece(f"{name}.{leaf}", f"{stored}.{leaf}", part.full, part, arrange=arrange)
+        for leaf, (part, arrange) in leaves.items()
+    ]
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(1, 2)
+
+
+def _halves(tensor: torch.Tensor) -> torch.Tensor:
+    """[E, 2 n, ...] with gate and up in turn to gate, then up."""
+    return torch.cat([tensor[:, ::2], tensor[:, 1::2]], 1)
+
+
+def _transposed_halves(tensor: torch.Tensor) -> torch.Tensor:
+    return _halves(tensor.transpose(1, 2))

@@ -90,8 +90,21 @@ def _parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
+def clamped_swiglu(alpha: float, limit: float) -> Gating:
+    """GPT-OSS's gating: gate x sigmoid(alpha x gate) x (up + 1), the gate at most ``limit``, up at most that far from
+    0."""
+
+    def gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(gate * alpha))
+
+    return gated
+
+
 def gating_of(experts: Any) -> Gating:
     """What the experts module of a transformers model does between its two products."""
+    if hasattr(experts, "limit"):
+        return clamped_swiglu(experts.alpha, experts.limit)
     if hasattr(experts, "act_fn"):
         activation: Callable[[torch.Tensor], torch.Tensor] = experts.act_fn
         return lambda gate, up: activation(gate) * up
@@ -122,3 +135,11 @@ class MoeBlock(nn.Module):
         if "shared_experts" in self._modules:
             out += self.shared_experts(hidden)
         return self._group.all_reduce(out).view(hidden_states.shape)
+
+
+class ScoredMoeBlock(MoeBlock):
+    """A block of GPT-OSS, whose layers expect the router's scores beside the answer, and drop them."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        """[B, T, H] to the same shape, on every rank the same; and nothing."""
+        return super().forward(hidden_states), None

@@ -35,6 +35,7 @@ from torch import nn
 
 from drumline.errors import ConfigError, UnsupportedModelError
 from drumline.model import attention
+from drumline.model.architectures import ARCHITECTURES
 from drumline.model.expert_spec import ExpertShare
 from drumline.model.expert_weights import expert_pieces, put_experts
 from drumline.model.experts import Experts
@@ -105,8 +106,23 @@ def load_model(
     if tie_here:
         _tie(model)
     _rebuild_buffers(model, device, max_model_len or spec.default_max_model_len)
+    if spec.latent is not None and group.rank_in_group == 0:
+        _log_latent(spec)
     loaded: nn.Module = model.eval().requires_grad_(False)
     return loaded
+
+
+def _log_latent(spec: ModelSpec) -> None:
+    assert spec.latent is not None
+    latent, padded = spec.latent, 2 * spec.head_dim * spec.num_heads
+    log.info(
+        "keys and values are cached as they are expanded for each head, %d numbers for a token and layer (%d of keys, "
+        "%d of values, the rest padding); the latent that they are made from has %d",
+        padded,
+        spec.num_heads * latent.key,
+        spec.num_heads * latent.value,
+        latent.kv_rank + latent.rope,
+    )
 
 
 def vocab_range(spec: ModelSpec, group: TPGroup) -> Range:
@@ -160,12 +176,13 @@ def _tied_names(source: WeightSource, embedding: str, names: Mapping[str, str]) 
 # --- parallel layers -------------------------------------------------------------------------------------------------
 
 
-def tp_plan(model: Any) -> dict[str, str]:
-    """Module name pattern (``*`` stands for a layer number) to style, from the model's configuration and class."""
+def tp_plan(model: Any, more: Mapping[str, str]) -> dict[str, str]:
+    """Module name pattern (``*`` stands for a layer number) to style, from the model's configuration and class;
+    ``more`` is added to that of the configuration."""
     prefix = model.base_model_prefix
     base: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
     own: Mapping[str, str] = getattr(type(model), "_tp_plan", None) or {}
-    return {f"{prefix}.{name}": style for name, style in base.items()} | dict(own)
+    return {f"{prefix}.{name}": style for name, style in (dict(base) | dict(more)).items()} | dict(own)
 
 
 def _split(model: Any, spec: ModelSpec, part: Slice, dtype: torch.dtype, group: TPGroup) -> dict[str, Part]:
@@ -173,7 +190,8 @@ def _split(model: Any, spec: ModelSpec, part: Slice, dtype: torch.dtype, group: 
     if group.size == 1:
         return {}
     parts: dict[str, Part] = {}
-    plan = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in tp_plan(model).items()}
+    styles = tp_plan(model, ARCHITECTURES[spec.model_type].plan)
+    plan = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in styles.items()}
     if not plan:
         raise UnsupportedModelError(f"{spec.architecture} has no tensor-parallel plan: use --tensor-parallel-size 1")
     embedding = model.get_input_embeddings()
@@ -188,16 +206,22 @@ def _split(model: Any, spec: ModelSpec, part: Slice, dtype: torch.dtype, group: 
             parts |= _split_columns(model, name, module, ranges, dtype)
         else:
             parts |= _split_rows(model, name, module, ranges, dtype, group)
-    parts |= _split_norms(model, spec, dtype, group)
+    parts |= _split_norms(model, spec, dtype, group) | _split_sinks(model, spec, dtype, group)
     _tell_heads(model, spec, group)
     return parts | (_split_embedding(model, spec, dtype, group) if part.first else {})
 
 
 def _ranges_of(name: str, module: nn.Linear, spec: ModelSpec, group: TPGroup) -> tuple[Range, ...]:
     """This rank's ranges of the split dimension of a linear: by heads in attention, by vocabulary in the head."""
-    rank, size, dim = group.rank_in_group, group.size, spec.head_dim
+    rank, size, dim, latent = group.rank_in_group, group.size, spec.head_dim, spec.latent
     heads = spec.heads(size)[rank]
     match name.rpartition(".")[2]:
+        case "q_proj" | "q_b_proj" if latent is not None:
+            return (heads.q.scaled(latent.key),)
+        case "kv_b_proj" if latent is not None:  # of each head its key and value
+            return (heads.q.scaled(latent.nope + latent.value),)
+        case "o_proj" if latent is not None:
+            return (heads.q.scaled(latent.value),)
         case "q_proj" | "o_proj" | "dense":
             return (heads.q.scaled(dim),)
         case "k_proj" | "v_proj":
@@ -234,7 +258,11 @@ def _split_rows(
     model: Any, name: str, module: nn.Linear, ranges: tuple[Range, ...], dtype: torch.dtype, group: TPGroup
 ) -> dict[str, Part]:
     part = Part((module.out_features, module.in_features), 1, ranges)
-    small = RowParallelLinear(part.shape[1], module.out_features, module.bias is not None, dtype, group)
+    small: nn.Module
+    if name.endswith(".shared_experts.down_proj"):  # their block sums over the group
+        small = nn.Linear(part.shape[1], module.out_features, bias=False, device="meta", dtype=dtype)
+    else:
+        small = RowParallelLinear(part.shape[1], module.out_features, module.bias is not None, dtype, group)
     model.set_submodule(name, small)
     return {f"{name}.weight": part}
 
@@ -255,6 +283,17 @@ def _split_norms(model: Any, spec: ModelSpec, dtype: torch.dtype, group: TPGroup
         counts = leaf == "q_norm" or first_of_head == rank
         model.set_submodule(name, SplitRMSNorm(range_.size, width, norm.variance_epsilon, counts, dtype, group))
         parts[f"{name}.weight"] = Part((width,), 0, (range_,))
+    return parts
+
+
+def _split_sinks(model: Any, spec: ModelSpec, dtype: torch.dtype, group: TPGroup) -> dict[str, Part]:
+    """Attention sinks, one number a query head."""
+    heads = spec.heads(group.size)[group.rank_in_group].q
+    parts: dict[str, Part] = {}
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "sinks", None), nn.Parameter):
+            module.sinks = nn.Parameter(torch.empty(heads.size, dtype=dtype, device="meta"), requires_grad=False)
+            parts[f"{name}.sinks"] = Part((spec.num_heads,), 0, (heads,))
     return parts
 
 
@@ -303,7 +342,8 @@ def _pieces(
             pieces.append(Piece(name, stored, tuple(tensors[name].shape), parts.get(name)))
         elif module not in done:
             done.add(module)
-            pieces += expert_pieces(module, stored.rpartition(".")[0], shares[module], spec, source)
+            of_experts = expert_pieces(module, stored.rpartition(".")[0], shares[module], spec, source)
+            pieces += [piece for piece in of_experts if piece.target in tensors]
     return pieces
 
 
