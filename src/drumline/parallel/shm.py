@@ -339,9 +339,29 @@ class ShmGroup:
         self._meet("barrier")
 
     def broadcast_object(self, value: Any, src: int) -> Any:
-        """Member ``src``'s object, pickled."""
-        data = self._exchange("broadcast_object", pickle.dumps(value, protocol=5) if src == self._place else b"")[src]
-        return value if src == self._place else pickle.loads(data)
+        """Member ``src``'s object, pickled. The first turn has its length, from which all know how many there are."""
+        self._check_open()
+        here = src == self._place
+        data = memoryview(pickle.dumps(value, protocol=5) if here else b"")
+        done, head, length = 0, _LENGTH.size, len(data)
+        while head or done < length:
+            buffer = self._buffers[self._next_turn()][src]
+            if here:
+                if head:
+                    _LENGTH.pack_into(buffer, 0, length)
+                piece = data[done : done + SLOT_BYTES - head]
+                buffer[head : head + len(piece)] = piece
+            self._meet("broadcast_object")
+            if head and not here:
+                length = _LENGTH.unpack_from(buffer)[0]
+                if head + length <= SLOT_BYTES:
+                    return pickle.loads(buffer[head : head + length])
+                data = memoryview(bytearray(length))
+            size = min(length - done, SLOT_BYTES - head)
+            if not here:
+                data[done : done + size] = buffer[head : head + size]
+            done, head = done + size, 0
+        return value if here else pickle.loads(data)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """All objects, pickled."""
@@ -588,25 +608,26 @@ class ShmGroup:
                 piece.copy_(slot[: piece.numel()])
         return whole
 
-    def _exchange(self, operation: str, data: bytes) -> list[bytearray]:
+    def _exchange(self, operation: str, data: bytes) -> list[memoryview]:
         """Everybody's bytes. The first turn carries the lengths, from which all know how many turns there are."""
         self._check_open()
-        data = _LENGTH.pack(len(data)) + data
-        found: list[bytearray] = [bytearray() for _ in range(self._size)]
-        lengths = [0] * self._size
-        done = 0
-        while not done or done < max(lengths):
-            piece = data[done : done + SLOT_BYTES]
+        mine = memoryview(data)
+        found = [memoryview(b"")] * self._size
+        done, head, longest = 0, _LENGTH.size, len(data)
+        while head or done < longest:
             buffers = self._buffers[self._next_turn()]
-            buffers[self._place][: len(piece)] = piece
+            if head:
+                _LENGTH.pack_into(buffers[self._place], 0, len(mine))
+            piece = mine[done : done + SLOT_BYTES - head]
+            buffers[self._place][head : head + len(piece)] = piece
             self._meet(operation)
-            if not done:
-                lengths = [_LENGTH.size + _LENGTH.unpack_from(buffer)[0] for buffer in buffers]
-            for buffer, into, length in zip(buffers, found, lengths, strict=True):
-                into += buffer[: max(0, min(length - done, SLOT_BYTES))]
-            done += SLOT_BYTES
-        for into in found:
-            del into[: _LENGTH.size]
+            if head:
+                found = [memoryview(bytearray(_LENGTH.unpack_from(buffer)[0])) for buffer in buffers]
+                longest = max(map(len, found))
+            for buffer, into in zip(buffers, found, strict=True):
+                size = max(0, min(len(into) - done, SLOT_BYTES - head))
+                into[done : done + size] = buffer[head : head + size]
+            done, head = done + SLOT_BYTES - head, 0
         return found
 
 
