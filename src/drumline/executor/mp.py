@@ -209,7 +209,7 @@ class MultiprocExecutor(Executor):
             self.process.threads_per_worker, self.parallel.local_devices, os.environ
         )
         places = self._places(threads)
-        rendezvous = create_rendezvous(self.world_size)
+        rendezvous = create_rendezvous(self.world_size, tcp=self.platform.needs_tcp_store)
         self._standings = Standings(rendezvous.memory, self.layout)
         arena_fds = (self._arena.fd,) if self._arena is not None else ()
         try:
