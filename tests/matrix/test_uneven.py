@@ -62,7 +62,7 @@ CELLS: list[tuple[str, int, int, tuple[int, ...]]] = [
     ("7-layers", 1, 7, ()),
     ("qwen3_moe", 3, 1, (2, 1, 1)),
     ("mixtral", 2, 2, (1, 2)),
-    ("gpt_oss", 3, 1, (1, 1, 3)),
+    ("gpt_oss", 3, 1, (1, 1, 2)),
     ("deepseek_v3", 2, 1, (2, 1)),
 ]
 """Model, TP size, PP size, TP weights."""
