@@ -15,7 +15,6 @@ from drumline.cli.args import Parser, add_flags, configs, parse
 from drumline.config import DeviceTable, EngineConfig, ParallelConfig, ServerConfig, choose_backend
 from drumline.engine.checks import check_machine, check_model, with_weights
 from drumline.errors import ConfigError, ExitCode
-from drumline.model.expert_spec import ExpertShare
 from drumline.model.resolve import check_weights, has_own_head
 from drumline.model.shares import estimated_bytes, rank_bytes, read_shapes
 from drumline.model.spec import DTYPE_BYTES, ModelSpec, kv_spec, read_spec, resolve_dtype
@@ -284,15 +283,17 @@ def _shares(config: EngineConfig, devices: DeviceTable) -> str:
 def _share_tables(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) -> str:
     tp = config.parallel.tensor_parallel_size
     dtype = resolve_dtype(config.model.dtype, spec, "cpu" if not devices.accelerator else devices.platform)
-    experts, widths = spec.experts, spec.widths(spec.intermediate_size, tp)
-    table = [
-        ("TP", "query heads", "KV heads", "MLP columns", "vocabulary", "columns of all experts" if experts else "")
-    ]
-    for rank, (heads, width, vocab) in enumerate(zip(spec.heads(tp), widths, spec.vocabulary(tp), strict=True)):
-        columns = _range(ExpertShare.of_tp(experts, rank, tp, spec.tp_weights).columns) if experts else ""
-        table.append((str(rank), _range(heads.q), _range(heads.kv), _range(width), _range(vocab), columns))
-    mixture = f", {experts.num_experts} experts ({experts.top_k} a token) in {len(experts.layers)}" if experts else ""
+    experts = spec.experts
+    columns = {"MLP columns": spec.widths(spec.intermediate_size, tp)} if spec.has_mlp else {}
+    if experts is not None:
+        columns["columns of each expert"] = tuple(spec.expert_share(rank, tp).columns for rank in range(tp))
+    table = [("TP", "query heads", "KV heads", *columns, "vocabulary")]
+    for rank, (heads, *widths, vocab) in enumerate(
+        zip(spec.heads(tp), *columns.values(), spec.vocabulary(tp), strict=True)
+    ):
+        table.append((str(rank), *map(_range, (heads.q, heads.kv, *widths, vocab))))
     weights = f", in the proportions {','.join(map(str, spec.tp_weights))}" if spec.tp_weights else ""
+    mixture = f", {experts.num_experts} experts ({experts.top_k} a token) in {len(experts.layers)}" if experts else ""
     return (
         f"shares of the model ({spec.architecture}: {spec.num_layers} layers{mixture}, {spec.num_heads} query and "
         f"{spec.num_kv_heads} KV heads, vocabulary {spec.vocab_size}{weights})\n{_table(table)}\n"

@@ -42,7 +42,7 @@ def put_experts(model: Any, spec: ModelSpec, dtype: torch.dtype, group: TPGroup)
     if spec.experts is None:
         return {}
     interleaved = spec.experts.interleaved
-    share = ExpertShare.of_tp(spec.experts, group.rank_in_group, group.size, spec.tp_weights)
+    share = spec.expert_share(group.rank_in_group, group.size)
     shares: dict[str, ExpertShare] = {}
     for name, block in list(model.named_modules()):
         if not hasattr(block, "experts"):

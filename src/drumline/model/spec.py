@@ -15,7 +15,7 @@ from typing import Any
 from drumline.config import DTYPE_ALIASES, LEAST_MODEL_LEN, ParallelConfig
 from drumline.errors import ConfigError, UnsupportedModelError
 from drumline.model.architectures import ARCHITECTURES, Architecture, layer_windows, why_refused
-from drumline.model.expert_spec import ExpertsSpec, read_experts
+from drumline.model.expert_spec import ExpertShare, ExpertsSpec, read_experts
 from drumline.model.latent_spec import LatentSpec, read_latent
 from drumline.parallel.shards import WIDTH_MULTIPLE, HeadShard, Range, attention_shards, vocab_shards, width_shards
 from drumline.plan.kv import KVSpec
@@ -81,11 +81,16 @@ class ModelSpec:
         return attention + (3 if self.gated_mlp else 2) * self.intermediate_size * self.hidden_size
 
     @property
+    def has_mlp(self) -> bool:
+        """Some layers have no experts."""
+        return self.experts is None or len(self.experts.layers) < self.num_layers
+
+    @property
     def mlp_widths(self) -> tuple[int, ...]:
         """Intermediate sizes, each of which is split over the ranks of a TP group."""
         if self.experts is None:
             return (self.intermediate_size,)
-        dense = (self.intermediate_size,) if len(self.experts.layers) < self.num_layers else ()
+        dense = (self.intermediate_size,) if self.has_mlp else ()
         shared = (self.experts.shared_width,) if self.experts.shared_width else ()
         return (*dense, self.experts.width, *shared)
 
@@ -118,6 +123,13 @@ class ModelSpec:
     def widths(self, width: int, tp_size: int) -> tuple[Range, ...]:
         """Of a width inside the MLP the columns of each TP rank. ConfigError if one would have none."""
         return width_shards(width, tp_size, WIDTH_MULTIPLE, self.tp_weights)
+
+    def expert_share(self, tp_rank: int, tp_size: int) -> ExpertShare:
+        """What a TP rank has of the experts of a layer: of all experts a range of the width. ConfigError if nothing;
+        ValueError for a model without experts."""
+        if self.experts is None:
+            raise ValueError(f"{self.architecture} has no experts")
+        return ExpertShare(Range(0, self.experts.num_experts), self.widths(self.experts.width, tp_size)[tp_rank])
 
     def vocabulary(self, tp_size: int) -> tuple[Range, ...]:
         """Vocabulary ids of each TP rank, in embedding and head. ConfigError if one would have none."""
