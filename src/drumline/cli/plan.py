@@ -297,6 +297,7 @@ def _stage_table(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) ->
     for stage, (layers, weights) in enumerate(zip(stages, stage_weights(spec, parallel), strict=True)):
         beside = [name for name, has in (("embedding", stage == 0), ("head", stage == len(stages) - 1)) if has]
         kv = kv_spec(spec, tp_rank=0, tp_size=tp, dtype=dtype, block_size=1, num_layers=layers.size)
+        dcp = parallel.decode_context_parallel_size
         names = [
             worker_title(parallel, rank) for rank in range(layout.world_size) if layout.coordinates(rank).pp == stage
         ]
@@ -306,7 +307,7 @@ def _stage_table(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) ->
                 _range(layers),
                 ", ".join(beside) or "-",
                 f"about {_bytes(weights * DTYPE_BYTES[dtype] // tp)}",
-                f"up to {_bytes(kv.bytes_per_block)}",
+                f"up to {_bytes(kv.bytes_per_block)}{f', of one token in {dcp}' if dcp > 1 else ''}",
                 " ".join(names if len(names) <= 4 else (*names[:2], "...", names[-1])),
             )
         )

@@ -16,6 +16,8 @@ from drumline.errors import ConfigError
 from drumline.executor.base import Executor
 from drumline.model.spec import read_spec, resolve_max_model_len
 from drumline.model.stages import stage_layers
+from drumline.parallel.context import check_same_heads
+from drumline.parallel.layout import Layout
 from drumline.parallel.shards import width_shards
 
 LARGEST_MP = 255
@@ -50,7 +52,7 @@ def check_model(config: EngineConfig) -> None:
     if config.process.worker_cls != "auto":
         return
     spec, size = read_spec(config.model.path), config.parallel.tensor_parallel_size
-    spec.heads(size)
+    check_same_heads(Layout.of(config.parallel), spec.heads(size))
     stage_layers(spec, config.parallel)
     width_shards(spec.intermediate_size, size)
     resolve_max_model_len(config.model.max_model_len, spec)
