@@ -18,7 +18,7 @@ from tests.matrix.test_equality import BLOCK, OPTIONS, SAMPLED, Models, make_pro
 from tests.model.equality import Tally, compare_greedy, compare_sampled
 from tests.model.test_context_ranks import Sizes, name_of
 
-COUNT, LONGEST, MOST = 24, 100, 30
+COUNT, LONGEST, MOST = 24, 100, 45
 SUBSET = [("qwen2", Sizes(tp=2, pcp=2, dcp=2), "tight")]
 CELLS = [
     (model, sizes, options)
@@ -54,8 +54,8 @@ def started(path: str, sizes: Sizes, options: dict[str, Any]) -> Iterator[LLM]:
         "prefill_context_parallel_size": sizes.pcp,
         "decode_context_parallel_size": sizes.dcp,
     }
-    if "num_gpu_blocks_override" in options:  # as many tokens as without
-        options = options | {"num_gpu_blocks_override": options["num_gpu_blocks_override"] // sizes.dcp}
+    if "num_gpu_blocks_override" in options:  # of longer blocks fewer, as few tokens as without
+        options = options | {"num_gpu_blocks_override": options["num_gpu_blocks_override"] // sizes.dcp - 2}
     with LLM(path, block_size=BLOCK, **(split | defaults | options)) as llm:
         yield llm
 

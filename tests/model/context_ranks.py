@@ -13,6 +13,11 @@ def kept_tokens(worker: Any) -> tuple[int, int]:
     return int(keys.abs().amax(dim=(1, 3)).count_nonzero()), worker.cache.data.nbytes
 
 
+def num_layers(model: Any) -> int:
+    """For ``apply_model``."""
+    return len(model.base_model.layers)
+
+
 def count_computed(worker: Any) -> None:
     """Note from now on how many tokens each forward computes on this rank."""
     part = worker.runner.forward

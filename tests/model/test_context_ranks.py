@@ -19,7 +19,7 @@ from tests.model.test_worker_ranks import SAMPLINGS
 from tests.model.tiny import make_tiny
 
 Tiny = Callable[[str], tuple[Path, Any]]
-BLOCKS = 160
+BLOCKS = 400
 
 
 class Sizes(NamedTuple):
@@ -156,6 +156,7 @@ def test_blocks_of_odd_sizes_and_the_modules_of_transformers(rank_host: RankHost
     sizes = Sizes(tp=2, pcp=2, dcp=2)
     start(rank_host, folder, sizes, block, model_impl="transformers")
     serve(rank_host, sizes, model, block)
+    assert rank_host.call("apply_model", context_ranks.num_layers) == [3] * 4
 
 
 def test_each_rank_keeps_its_share(rank_host: RankHost, tiny: Tiny) -> None:
