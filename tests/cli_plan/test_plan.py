@@ -201,8 +201,8 @@ def test_shares_of_a_model_folder(tmp_path: Path) -> None:
     )
     rows = [line.split() for line in staged.splitlines() if line.endswith(("Worker_PP0_TP1", "Worker_PP1_TP1"))]
     assert [row[:4] for row in rows if "about" in row] == [
-        ["0", "0..18", "(19)", "embedding"],  # the head weighs as much as eight layers
-        ["1", "19..29", "(11)", "head"],
+        ["0", "0..17", "(18)", "embedding"],  # the head weighs as much as five and a half layers with their KV
+        ["1", "18..29", "(12)", "head"],
     ]
     spread = ParallelConfig(prefill_context_parallel_size=2, decode_context_parallel_size=2)
     text = plan_text(dummy.with_(parallel=spread), devices=CPU)

@@ -346,6 +346,10 @@ class Executor(ABC):
         look_ahead = self.config.scheduler.async_scheduling is not False and self.supports_async_scheduling
         return self.parallel.pipeline_parallel_size + (1 if look_ahead else 0)
 
+    def busy_ns(self) -> list[int]:
+        """For each rank how long its worker has been busy (``Worker.busy_ns``), in ns; no call. Empty: unknown."""
+        return []
+
     # Failure and end.
 
     @property
@@ -396,6 +400,13 @@ class Executor(ABC):
                 callback(text)
             except Exception:
                 log.exception("a stall callback failed")
+
+    def _stall_limit(self, method: str) -> str:
+        """The option that decides for how long a rank may be without progress in this call."""
+        process = self.process
+        if method in START_METHODS and process.start_timeout_s > process.stall_timeout_s:
+            return f"--start-timeout {process.start_timeout_s:g}"
+        return f"--stall-timeout {process.stall_timeout_s:g}"
 
     def _be_patient(self, call_id: int, method: str, timeout: float | None, expected_s: float) -> None:
         """Note a call that may take longer than ``stall_timeout_s``: it says so, or has a deadline of its own (steps
