@@ -283,13 +283,19 @@ def _shares(config: EngineConfig, devices: DeviceTable) -> str:
 def _share_tables(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) -> str:
     tp = config.parallel.tensor_parallel_size
     dtype = resolve_dtype(config.model.dtype, spec, "cpu" if not devices.accelerator else devices.platform)
-    table = [("TP", "query heads", "KV heads", "MLP columns", "vocabulary")]
-    widths = spec.widths(spec.intermediate_size, tp)
-    for rank, (heads, width, vocab) in enumerate(zip(spec.heads(tp), widths, spec.vocabulary(tp), strict=True)):
-        table.append((str(rank), *map(_range, (heads.q, heads.kv, width, vocab))))  # type: ignore[arg-type]
+    experts = spec.experts
+    columns = {"MLP columns": spec.widths(spec.intermediate_size, tp)} if spec.has_mlp else {}
+    if experts is not None:
+        columns["columns of each expert"] = tuple(spec.expert_share(rank, tp).columns for rank in range(tp))
+    table = [("TP", "query heads", "KV heads", *columns, "vocabulary")]
+    for rank, (heads, *widths, vocab) in enumerate(
+        zip(spec.heads(tp), *columns.values(), spec.vocabulary(tp), strict=True)
+    ):
+        table.append((str(rank), *map(_range, (heads.q, heads.kv, *widths, vocab))))
     weights = f", in the proportions {','.join(map(str, spec.tp_weights))}" if spec.tp_weights else ""
+    mixture = f", {experts.num_experts} experts ({experts.top_k} a token) in {len(experts.layers)}" if experts else ""
     return (
-        f"shares of the model ({spec.architecture}: {spec.num_layers} layers, {spec.num_heads} query and "
+        f"shares of the model ({spec.architecture}: {spec.num_layers} layers{mixture}, {spec.num_heads} query and "
         f"{spec.num_kv_heads} KV heads, vocabulary {spec.vocab_size}{weights})\n{_table(table)}\n"
         f"{_stage_table(spec, config, dtype)}\n\n{_memory_table(spec, config, dtype)}"
     )

@@ -62,7 +62,8 @@ def check_model(config: EngineConfig, devices: DeviceTable | None = None) -> Eng
     spec = spec.weighted(config.parallel)
     check_same_heads(Layout.of(config.parallel), spec.heads(size))
     stage_layers(spec, config.parallel)
-    spec.widths(spec.intermediate_size, size)
+    for width in spec.mlp_widths:
+        spec.widths(width, size)
     resolve_max_model_len(config.model.max_model_len, spec)
     return config
 

@@ -2,8 +2,9 @@
 
 What ``loader`` does with the modules of a model, done with the names of its tensors: linears are split by rows or
 columns, between heads; embedding and head by vocabulary; norms over all heads like the heads; the rest is on every rank
-of a stage. So a tensor's share follows from its name, its shape and the spec. No torch, no transformers; tests compare
-it with what workers hold. All parameters are in the compute type.
+of a stage. Of experts each rank has a range of the width. So a tensor's share follows from its name, its shape and the
+spec. No torch, no transformers; tests compare it with what workers hold. All parameters are in the compute type, but
+for routers that stay in float32.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from drumline.model.expert_spec import name_of_today
 from drumline.model.spec import DTYPE_BYTES, ModelSpec
 from drumline.parallel.shards import Range
 
@@ -23,12 +26,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 _EMBEDDINGS = frozenset({"embed_tokens", "embed_in"})
 _HEADS = frozenset({"lm_head", "embed_out"})
 _COLUMNS = frozenset(
-    {"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"}
+    {"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "q_b_proj", "kv_b_proj"}
     | {"gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", *_EMBEDDINGS, *_HEADS}
 )
 """Modules whose weights and biases are split in their first dimension."""
 _ROWS = frozenset({"o_proj", "dense", "down_proj", "dense_4h_to_h"})
 """Modules whose weights are split in their second dimension; biases are whole."""
+_STACKS = frozenset({"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"})
+"""Tensors over all experts of a layer."""
 _BUFFERS = frozenset({"rotary_emb", "attention"})
 """Modules of which old checkpoints have tensors that are no parameters."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -43,7 +48,9 @@ def read_shapes(folder: Path) -> Shapes:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length)) if length <= _LONGEST_HEADER else {}
-            found |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+            found |= {
+                name_of_today(name): tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+            }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
     return found
@@ -59,32 +66,46 @@ def rank_bytes(
     """
     totals = [[0] * tp_size for _ in stages]
     for name, shape in shapes.items():
+        routes = spec.experts is not None and spec.experts.float_router and name.endswith(".mlp.gate.weight")
+        width = DTYPE_BYTES["float32" if routes else dtype]
         for stage in _stages_of(name, spec, shapes, stages):
             for rank, size in enumerate(_sizes(name, shape, spec, tp_size)):
-                totals[stage][rank] += size
-    return tuple(tuple(size * DTYPE_BYTES[dtype] for size in ranks) for ranks in totals)
+                totals[stage][rank] += size * width
+    return tuple(map(tuple, totals))
 
 
 def estimated_bytes(spec: ModelSpec, stages: Sequence[Range], tp_size: int, dtype: str) -> tuple[tuple[int, ...], ...]:
     """The same without weights to look at: of the matrices only (norms and biases are less than a hundredth)."""
-    heads, widths, ids = spec.heads(tp_size), spec.widths(spec.intermediate_size, tp_size), spec.vocabulary(tp_size)
     found = []
     for stage, layers in enumerate(stages):
         first, last = stage == 0, stage == len(stages) - 1
         tables = int(first) + int(last) - int(first and last and spec.tied)
         found.append(
             tuple(
-                spec.hidden_size
-                * DTYPE_BYTES[dtype]
+                DTYPE_BYTES[dtype]
                 * (
-                    layers.size * 2 * (head.q.size + head.kv.size) * spec.head_dim
-                    + layers.size * (3 if spec.gated_mlp else 2) * width.size
-                    + tables * mine.size
+                    sum(_layer_matrices(spec, layer, rank, tp_size) for layer in range(*layers))
+                    + tables * ids.size * spec.hidden_size
                 )
-                for head, width, mine in zip(heads, widths, ids, strict=True)
+                for rank, ids in enumerate(spec.vocabulary(tp_size))
             )
         )
     return tuple(found)
+
+
+def _layer_matrices(spec: ModelSpec, layer: int, rank: int, tp_size: int) -> int:
+    """Elements of the matrices of one layer that a TP rank holds."""
+    hidden, heads = spec.hidden_size, spec.heads(tp_size)[rank]
+    if spec.latent is not None:
+        attention = spec.latent.weights(hidden, heads.q.size)
+    else:
+        attention = hidden * 2 * (heads.q.size + heads.kv.size) * spec.head_dim
+    if spec.experts is None or layer not in spec.experts.layers:
+        width = spec.widths(spec.intermediate_size, tp_size)[rank].size
+        return attention + hidden * (3 if spec.gated_mlp else 2) * width
+    shared = spec.experts.shared_width and spec.widths(spec.experts.shared_width, tp_size)[rank].size
+    mine = replace(spec.experts, width=spec.expert_share(rank, tp_size).columns.size, shared_width=shared)
+    return attention + mine.weights(hidden)
 
 
 def _module(name: str) -> tuple[str, str]:
@@ -96,7 +117,8 @@ def _module(name: str) -> tuple[str, str]:
 def _stages_of(name: str, spec: ModelSpec, shapes: Shapes, stages: Sequence[Range]) -> list[int]:
     """Pipeline stages that hold a tensor."""
     leaf, kind = _module(name)
-    if kind not in ("weight", "bias") or leaf in _BUFFERS:
+    stacked = leaf == "experts" and kind in _STACKS
+    if not (kind in ("weight", "bias", "sinks") or stacked) or leaf in _BUFFERS:
         return []
     if layer := _LAYER.search(name):
         return [stage for stage, layers in enumerate(stages) if int(layer[1]) in range(*layers)]
@@ -113,6 +135,13 @@ def _sizes(name: str, shape: tuple[int, ...], spec: ModelSpec, tp_size: int) -> 
     """Elements of a tensor that each TP rank holds."""
     leaf, kind = _module(name)
     elements = math.prod(shape)
+    if kind == "sinks":
+        return tuple(head.q.size for head in spec.heads(tp_size))
+    if leaf == "experts" and spec.experts is not None:
+        if kind == "down_proj_bias":  # the parts of ranks are summed
+            return (elements, *(0,) * (tp_size - 1))
+        width = spec.experts.width
+        return tuple(elements // width * part.size for part in spec.widths(width, tp_size))
     normed = spec.norms_all_heads and leaf in ("q_norm", "k_norm")
     if tp_size == 1 or not (leaf in _COLUMNS or normed or (leaf in _ROWS and kind == "weight")):
         return (elements,) * tp_size
@@ -122,8 +151,14 @@ def _sizes(name: str, shape: tuple[int, ...], spec: ModelSpec, tp_size: int) -> 
 
 def _extents(leaf: str, extent: int, spec: ModelSpec, tp_size: int) -> list[int]:
     """Of the dimension that is split, what each TP rank has."""
-    dim, heads = spec.head_dim, spec.heads(tp_size)
+    dim, heads, latent = spec.head_dim, spec.heads(tp_size), spec.latent
     match leaf:
+        case "q_proj" | "q_b_proj" if latent is not None:
+            return [head.q.size * latent.key for head in heads]
+        case "kv_b_proj" if latent is not None:
+            return [head.q.size * (latent.nope + latent.value) for head in heads]
+        case "o_proj" if latent is not None:
+            return [head.q.size * latent.value for head in heads]
         case "q_proj" | "o_proj" | "dense" | "q_norm":
             return [head.q.size * dim for head in heads]
         case "k_proj" | "v_proj" | "k_norm":

@@ -1,10 +1,10 @@
 """Which layers each pipeline stage has, and what that weighs: arithmetic on the spec. No torch.
 
-A step of decoding reads every weight of a stage once, and the keys and values of the tokens before, so what is read is
-what a layer costs. How many tokens there are before depends on the load: a middling one is assumed (``SEQUENCES`` of
-``CONTEXT`` tokens, or of a layer's window if that is shorter). The head is a matrix like any other and costs what it
-weighs, which for a small model with a large vocabulary is many layers; the embedding is looked up, which costs next to
-nothing.
+A step of decoding reads every weight of a stage once (a full batch needs all experts), and the keys and values of the
+tokens before, so what is read is what a layer costs. How many tokens there are before depends on the load: a middling
+one is assumed (``SEQUENCES`` of ``CONTEXT`` tokens, or of a layer's window if that is shorter). The head is a matrix
+like any other and costs what it weighs, which for a small model with a large vocabulary is many layers; the embedding
+is looked up, which costs next to nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def layer_costs(spec: ModelSpec) -> list[float]:
     of_token = 2 * spec.num_kv_heads * spec.head_dim
     windows = spec.windows or (None,) * spec.num_layers
     reach = (CONTEXT if window is None else min(window, CONTEXT) for window in windows)
-    return [float(spec.layer_weights + SEQUENCES * tokens * of_token) for tokens in reach]
+    return [float(spec.layer_weights(layer) + SEQUENCES * tokens * of_token) for layer, tokens in enumerate(reach)]
 
 
 def stage_weights(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ def stage_weights(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
     A tied embedding is on the first stage and once more, as the head, on the last.
     """
     stages = stage_layers(spec, parallel)
-    weights = [layers.size * spec.layer_weights for layers in stages]
+    weights = [sum(spec.layer_weights(layer) for layer in range(*layers)) for layers in stages]
     weights[0] += spec.vocabulary_weights
     if not spec.tied or len(stages) > 1:
         weights[-1] += spec.vocabulary_weights
