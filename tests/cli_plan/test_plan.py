@@ -239,6 +239,14 @@ def test_shares_of_a_model_folder(tmp_path: Path) -> None:
         ["0", "0..17", "(18)", "embedding"],  # the head weighs as much as five and a half layers with their KV
         ["1", "18..29", "(12)", "head"],
     ]
+    spread = ParallelConfig(prefill_context_parallel_size=2, decode_context_parallel_size=2)
+    text = plan_text(dummy.with_(parallel=spread), devices=CPU)
+    assert "up to 45 KiB, of one token in 2" in text
+    assert "Worker_PCP0_DCP0 Worker_PCP1_DCP1" in text
+    kv_heads = ParallelConfig(tensor_parallel_size=2, decode_context_parallel_size=2)
+    assert "refuse this model: --decode-context-parallel-size 2" in plan_text(
+        dummy.with_(parallel=kv_heads), devices=CPU
+    )
     given = ParallelConfig(pipeline_parallel_size=3, pp_layer_partition=(10, 10, 9))
     assert "adds up to 29 layers, but the model has 30" in plan_text(dummy.with_(parallel=given), devices=CPU)
     too_many = ParallelConfig(pipeline_parallel_size=31)

@@ -308,6 +308,7 @@ def _stage_table(spec: ModelSpec, config: EngineConfig, dtype: str) -> str:
     stages, layout = stage_layers(spec, parallel), Layout.of(parallel)
     for stage, (layers, weights) in enumerate(zip(stages, stage_weights(spec, parallel), strict=True)):
         beside = [name for name, has in (("embedding", stage == 0), ("head", stage == len(stages) - 1)) if has]
+        dcp = parallel.decode_context_parallel_size
         kv = [
             kv_spec(spec, tp_rank=rank, tp_size=tp, dtype=dtype, block_size=1, num_layers=layers.size).bytes_per_block
             for rank in range(tp)
@@ -321,7 +322,7 @@ def _stage_table(spec: ModelSpec, config: EngineConfig, dtype: str) -> str:
                 _range(layers),
                 ", ".join(beside) or "-",
                 f"about {_bytes(weights * DTYPE_BYTES[dtype])}",
-                f"up to {_bytes(max(kv))}",
+                f"up to {_bytes(max(kv))}{f', of one token in {dcp}' if dcp > 1 else ''}",
                 " ".join(names if len(names) <= 4 else (*names[:2], "...", names[-1])),
             )
         )
@@ -332,10 +333,12 @@ def _memory_table(spec: ModelSpec, config: EngineConfig, dtype: str) -> str:
     """What each rank holds, to the byte."""
     parallel, tp = config.parallel, config.parallel.tensor_parallel_size
     stages, layout, block_size = stage_layers(spec, parallel), Layout.of(parallel), config.cache.block_size
+    dcp = layout.dcp
     shapes = {} if config.model.load_format == "dummy" else read_shapes(Path(config.model.path))
     about = "" if shapes else "about "
     weights = rank_bytes(spec, shapes, stages, tp, dtype) if shapes else estimated_bytes(spec, stages, tp, dtype)
-    table = [("worker", "weights", f"KV of a block of {block_size} tokens")]
+    of = f" (of {block_size * dcp}, over {dcp} ranks)" if dcp > 1 else ""
+    table = [("worker", "weights", f"KV of a block of {block_size} tokens{of}")]
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
         layers = stages[place.pp].size

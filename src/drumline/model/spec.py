@@ -299,9 +299,19 @@ def resolve_max_model_len(asked: int | None, spec: ModelSpec) -> int:
 
 
 def kv_spec(
-    spec: ModelSpec, *, tp_rank: int, tp_size: int, dtype: str, block_size: int, num_layers: int | None = None
+    spec: ModelSpec,
+    *,
+    tp_rank: int,
+    tp_size: int,
+    dtype: str,
+    block_size: int,
+    num_layers: int | None = None,
+    dcp_size: int = 1,
 ) -> KVSpec:
-    """What one block of KV costs on a rank: keys and values of its layers (default: all) for ``block_size`` tokens."""
+    """What one block of KV costs on a rank: keys and values of its layers (default: all) for ``block_size`` tokens.
+
+    ``dcp_size``: ranks that share out the tokens of a sequence. A block holds ``block_size`` of them on each.
+    """
     num_kv_heads = spec.heads(tp_size)[tp_rank].kv.size
     num_layers = spec.num_layers if num_layers is None else num_layers
     per_token = 2 * num_layers * num_kv_heads * spec.head_dim * DTYPE_BYTES[dtype]
@@ -310,7 +320,7 @@ def kv_spec(
         num_kv_heads=num_kv_heads,
         head_dim=spec.head_dim,
         dtype=dtype,
-        block_size=block_size,
+        block_size=block_size * dcp_size,
         bytes_per_block=per_token * block_size,
     )
 
