@@ -169,6 +169,41 @@ def test_a_tied_head_counts_unless_the_weights_have_another_one(tmp_path: Path, 
     assert ("about 4 MiB" if equal else "about 8 MiB") in plan_text(config, devices=CPU)
 
 
+def test_experts_count(tmp_path: Path) -> None:
+    """Stages are balanced by what their layers weigh, with all experts of them."""
+    model = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 8,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "moe_intermediate_size": 100,
+        "num_experts": 64,
+        "num_experts_per_tok": 4,
+        "mlp_only_layers": [0, 1, 2, 3],
+        "num_attention_heads": 8,
+        "head_dim": 32,
+        "vocab_size": 1000,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    given = ModelConfig(model=str(tmp_path), load_format="dummy", dtype="float32")
+    parallel = ParallelConfig(tensor_parallel_size=3, pipeline_parallel_size=2)
+    text = plan_text(EngineConfig(model=given, parallel=parallel), devices=CPU)
+    assert "(Qwen3MoeForCausalLM: 8 layers, 64 experts (4 a token) in 4, 8 query and 4 KV heads" in text
+    assert all(columns in text for columns in ("0..47 (48)", "48..79 (32)", "80..99 (20)"))
+    attention, dense, experts = 2 * 12 * 32 * 256, 3 * 1024 * 256, 256 * 64 * (1 + 300)
+    stages = [4 * (attention + dense) + attention + experts, 3 * (attention + experts) + 1000 * 256]
+    stages[0] += 1000 * 256
+    for weights in stages:
+        assert f"about {weights * 4 / (1 << 20):.1f} MiB" in text
+    refused = EngineConfig(model=given, parallel=ParallelConfig(tensor_parallel_size=8)).with_(
+        model=ModelConfig(model=str(tmp_path), load_format="dummy")
+    )
+    (tmp_path / "config.json").write_text(json.dumps(model | {"moe_intermediate_size": 6}))
+    assert "serve would refuse this model: --tensor-parallel-size 8 is more than the model's width of 6" in plan_text(
+        refused, devices=CPU
+    )
+
+
 def test_shares_of_a_model_folder(tmp_path: Path) -> None:
     model = {
         "model_type": "llama",
@@ -201,9 +236,17 @@ def test_shares_of_a_model_folder(tmp_path: Path) -> None:
     )
     rows = [line.split() for line in staged.splitlines() if line.endswith(("Worker_PP0_TP1", "Worker_PP1_TP1"))]
     assert [row[:4] for row in rows if "about" in row] == [
-        ["0", "0..18", "(19)", "embedding"],  # the head weighs as much as eight layers
-        ["1", "19..29", "(11)", "head"],
+        ["0", "0..17", "(18)", "embedding"],  # the head weighs as much as five and a half layers with their KV
+        ["1", "18..29", "(12)", "head"],
     ]
+    spread = ParallelConfig(prefill_context_parallel_size=2, decode_context_parallel_size=2)
+    text = plan_text(dummy.with_(parallel=spread), devices=CPU)
+    assert "up to 45 KiB, of one token in 2" in text
+    assert "Worker_PCP0_DCP0 Worker_PCP1_DCP1" in text
+    kv_heads = ParallelConfig(tensor_parallel_size=2, decode_context_parallel_size=2)
+    assert "refuse this model: --decode-context-parallel-size 2" in plan_text(
+        dummy.with_(parallel=kv_heads), devices=CPU
+    )
     given = ParallelConfig(pipeline_parallel_size=3, pp_layer_partition=(10, 10, 9))
     assert "adds up to 29 layers, but the model has 30" in plan_text(dummy.with_(parallel=given), devices=CPU)
     too_many = ParallelConfig(pipeline_parallel_size=31)

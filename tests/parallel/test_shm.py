@@ -74,4 +74,7 @@ def test_misuse_is_refused_with_a_sentence(ran: Ran) -> None:
         ]
         assert "do not fit GroupCoordinator(tp" in got["errors"][3]
         assert "only pipeline groups send" in got["errors"][4]
+        assert "cannot cut 3 along dimension 0 into 2 equal parts: give sizes" in got["errors"][5]
+        assert "sizes [1, 1] do not fit" in got["errors"][6]
+        assert "has no member 2" in got["errors"][7]
         assert (got["value"], got["tracks"]) == ([4.0] * 4, False)

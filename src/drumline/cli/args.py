@@ -83,6 +83,11 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(count(part.strip()) for part in text.split(","))
 
 
+def weights(text: str) -> tuple[int, ...] | str:
+    """Whole numbers with commas between them, or ``auto``."""
+    return text if text == "auto" else counts(text)
+
+
 def _flag(names: str, field: str, help: str, parse: Callable[[str], Any] | None = str, **more: Any) -> Flag:
     section, _, name = field.partition(".")
     return Flag(names=tuple(names.split()), section=section, field=name, help=help, parse=parse, **more)
@@ -110,6 +115,7 @@ GROUPS: dict[str, list[Flag]] = {
     ],
     "parallel": [
         _flag("--tensor-parallel-size -tp", "parallel.tensor_parallel_size", "ranks per layer", count, metavar="N"),
+        _flag("--tp-weights", "parallel.tp_weights", "their proportions, or auto", weights, metavar="N,N,.."),
         _flag("--pipeline-parallel-size -pp", "parallel.pipeline_parallel_size", "stages", count, metavar="N"),
         _flag("--pp-layer-partition", "parallel.pp_layer_partition", "layers of each stage", counts, metavar="N,N,.."),
         _flag("--data-parallel-size -dp", "parallel.data_parallel_size", "engines", count, metavar="N"),
@@ -211,6 +217,13 @@ GROUPS: dict[str, list[Flag]] = {
         _flag("--failure-grace", "process.failure_grace_s", "for all ranks to end a failed call", float, metavar="S"),
         _flag("--stop-timeout", "process.stop_timeout_s", "for a process to end before SIGTERM", float, metavar="S"),
         _flag("--distributed-timeout", "parallel.distributed_timeout_s", "longest collective", float, metavar="S"),
+        _flag(
+            "--cpu-distributed-timeout",
+            "parallel.cpu_distributed_timeout_s",
+            "longest one of CPU groups (the same)",
+            float,
+            metavar="S",
+        ),
         _flag("--log-level", "process.log_level", "of drumline's own lines", choices=LOG_LEVELS),
         _flag("--log-dir", "process.log_dir", "a file for each process goes there", metavar="DIR"),
     ],
@@ -358,8 +371,6 @@ def refuse_unbuilt(namespace: argparse.Namespace, config: EngineConfig, server: 
         name
         for name, value in (
             ("--data-parallel-size", parallel.data_parallel_size > 1),
-            ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size > 1),
-            ("--decode-context-parallel-size", parallel.decode_context_parallel_size > 1),
             ("--enable-expert-parallel", parallel.enable_expert_parallel),
             ("--nnodes", parallel.nnodes > 1),
             ("--api-server-count", server.api_server_count > 1),
@@ -372,6 +383,6 @@ def refuse_unbuilt(namespace: argparse.Namespace, config: EngineConfig, server: 
     asked += [name for name in LATER_VALUES if getattr(namespace, name[2:].replace("-", "_"), None) is not None]
     if asked:
         raise ConfigError(
-            f"not built yet: {', '.join(asked)}. Today one machine serves, with --tensor-parallel-size N and "
-            "--pipeline-parallel-size N."
+            f"not built yet: {', '.join(asked)}. Today one machine serves, with --tensor-parallel-size N, "
+            "--pipeline-parallel-size N, --prefill-context-parallel-size N and --decode-context-parallel-size N."
         )

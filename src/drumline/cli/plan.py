@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from drumline.cli.args import Parser, add_flags, configs, parse
 from drumline.config import DeviceTable, EngineConfig, ParallelConfig, ServerConfig, choose_backend
-from drumline.engine.checks import check_machine, check_model
+from drumline.engine.checks import check_machine, check_model, with_weights
 from drumline.errors import ConfigError, ExitCode
 from drumline.model.resolve import check_weights, has_own_head
+from drumline.model.shares import estimated_bytes, rank_bytes, read_shapes
 from drumline.model.spec import DTYPE_BYTES, ModelSpec, kv_spec, read_spec, resolve_dtype
 from drumline.model.stages import stage_layers, stage_weights
 from drumline.parallel.boxes import MAIL_BYTES
@@ -28,7 +29,7 @@ from drumline.parallel.layout import (
     node_of,
     worker_places,
 )
-from drumline.parallel.shards import Range, vocab_shards
+from drumline.parallel.shards import Range
 from drumline.platforms import device_table
 from drumline.processes.titles import DP_COORDINATOR, FORK_SERVER, api_server_name, engine_core_name, worker_name
 from drumline.transport.doorbell import DOORBELL_BYTES
@@ -260,43 +261,58 @@ def _shares(config: EngineConfig, devices: DeviceTable) -> str:
     if not folder or not Path(folder).is_dir():
         return ""
     refusal = "serve would refuse this model: "
+    config = replace(config, model=replace(config.model, path=folder))
+    dummy = config.model.load_format == "dummy"
     try:
         spec = read_spec(folder)
-        if spec.tied and config.model.load_format != "dummy":
+        if spec.tied and not dummy:
             spec = replace(spec, tied=not has_own_head(Path(folder)))
-        shares = _share_table(spec, config, devices)
+        config = with_weights(config, spec, devices)
+        shares = _share_tables(spec.weighted(config.parallel), config, devices)
     except ConfigError as error:
         return f"{refusal}{error}"
     try:
-        check_model(replace(config, model=replace(config.model, path=folder)))
-        if config.model.load_format != "dummy":
+        check_model(config)
+        if not dummy:
             check_weights(Path(folder))
     except ConfigError as error:
         return f"{shares}\n\n{refusal}{error}"
     return shares
 
 
-def _share_table(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) -> str:
+def _share_tables(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) -> str:
     tp = config.parallel.tensor_parallel_size
-    table = [("TP", "query heads", "KV heads", "vocabulary")]
-    for rank, (heads, vocab) in enumerate(zip(spec.heads(tp), vocab_shards(spec.vocab_size, tp), strict=True)):
-        table.append((str(rank), _range(heads.q), _range(heads.kv), _range(vocab)))
+    dtype = resolve_dtype(config.model.dtype, spec, "cpu" if not devices.accelerator else devices.platform)
+    experts = spec.experts
+    columns = {"MLP columns": spec.widths(spec.intermediate_size, tp)} if spec.has_mlp else {}
+    if experts is not None:
+        columns["columns of each expert"] = tuple(spec.expert_share(rank, tp).columns for rank in range(tp))
+    table = [("TP", "query heads", "KV heads", *columns, "vocabulary")]
+    for rank, (heads, *widths, vocab) in enumerate(
+        zip(spec.heads(tp), *columns.values(), spec.vocabulary(tp), strict=True)
+    ):
+        table.append((str(rank), *map(_range, (heads.q, heads.kv, *widths, vocab))))
+    weights = f", in the proportions {','.join(map(str, spec.tp_weights))}" if spec.tp_weights else ""
+    mixture = f", {experts.num_experts} experts ({experts.top_k} a token) in {len(experts.layers)}" if experts else ""
     return (
-        f"shares of the model ({spec.architecture}: {spec.num_layers} layers, {spec.num_heads} query and "
-        f"{spec.num_kv_heads} KV heads, vocabulary {spec.vocab_size})\n{_table(table)}\n"
-        f"{_stage_table(spec, config, devices)}"
+        f"shares of the model ({spec.architecture}: {spec.num_layers} layers{mixture}, {spec.num_heads} query and "
+        f"{spec.num_kv_heads} KV heads, vocabulary {spec.vocab_size}{weights})\n{_table(table)}\n"
+        f"{_stage_table(spec, config, dtype)}\n\n{_memory_table(spec, config, dtype)}"
     )
 
 
-def _stage_table(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) -> str:
+def _stage_table(spec: ModelSpec, config: EngineConfig, dtype: str) -> str:
     """Layers, names and memory of each pipeline stage."""
     parallel, tp = config.parallel, config.parallel.tensor_parallel_size
-    dtype = resolve_dtype(config.model.dtype, spec, "cpu" if not devices.accelerator else devices.platform)
-    table = [("PP", "layers", "beside them", "weights of a rank", "KV of a token on a rank", "workers")]
+    table = [("PP", "layers", "beside them", "weights of its ranks", "KV of a token on a rank", "workers")]
     stages, layout = stage_layers(spec, parallel), Layout.of(parallel)
     for stage, (layers, weights) in enumerate(zip(stages, stage_weights(spec, parallel), strict=True)):
         beside = [name for name, has in (("embedding", stage == 0), ("head", stage == len(stages) - 1)) if has]
-        kv = kv_spec(spec, tp_rank=0, tp_size=tp, dtype=dtype, block_size=1, num_layers=layers.size)
+        dcp = parallel.decode_context_parallel_size
+        kv = [
+            kv_spec(spec, tp_rank=rank, tp_size=tp, dtype=dtype, block_size=1, num_layers=layers.size).bytes_per_block
+            for rank in range(tp)
+        ]
         names = [
             worker_title(parallel, rank) for rank in range(layout.world_size) if layout.coordinates(rank).pp == stage
         ]
@@ -305,12 +321,31 @@ def _stage_table(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) ->
                 str(stage),
                 _range(layers),
                 ", ".join(beside) or "-",
-                f"about {_bytes(weights * DTYPE_BYTES[dtype] // tp)}",
-                f"up to {_bytes(kv.bytes_per_block)}",
+                f"about {_bytes(weights * DTYPE_BYTES[dtype])}",
+                f"up to {_bytes(max(kv))}{f', of one token in {dcp}' if dcp > 1 else ''}",
                 " ".join(names if len(names) <= 4 else (*names[:2], "...", names[-1])),
             )
         )
     return _table(table)
+
+
+def _memory_table(spec: ModelSpec, config: EngineConfig, dtype: str) -> str:
+    """What each rank holds, to the byte."""
+    parallel, tp = config.parallel, config.parallel.tensor_parallel_size
+    stages, layout, block_size = stage_layers(spec, parallel), Layout.of(parallel), config.cache.block_size
+    dcp = layout.dcp
+    shapes = {} if config.model.load_format == "dummy" else read_shapes(Path(config.model.path))
+    about = "" if shapes else "about "
+    weights = rank_bytes(spec, shapes, stages, tp, dtype) if shapes else estimated_bytes(spec, stages, tp, dtype)
+    of = f" (of {block_size * dcp}, over {dcp} ranks)" if dcp > 1 else ""
+    table = [("worker", "weights", f"KV of a block of {block_size} tokens{of}")]
+    for rank in range(layout.world_size):
+        place = layout.coordinates(rank)
+        layers = stages[place.pp].size
+        kv = kv_spec(spec, tp_rank=place.tp, tp_size=tp, dtype=dtype, block_size=block_size, num_layers=layers)
+        mine = weights[place.pp][place.tp]
+        table.append((worker_title(parallel, rank), f"{about}{mine:,}", f"{kv.bytes_per_block:,}"))
+    return f"bytes of each rank, in {dtype}\n{_table(table)}"
 
 
 def _range(part: Range) -> str:

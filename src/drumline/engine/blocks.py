@@ -23,7 +23,7 @@ Where an engine may come after this one (``table``: ``engine.prefix_table``), it
 when a block becomes known here, which is when a plan goes out that fills it, but once that has happened on all ranks
 (:meth:`BlockPool.settle`); and no longer, before the block is given away.
 
-With context parallelism a block spans block size x DCP x PCP tokens; the caller gives that product as ``block_size``.
+With decode context parallelism a block spans block size x DCP tokens; the caller gives that product as ``block_size``.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class MultiprocExecutor(Executor):
             self.process.threads_per_worker, self.parallel.local_devices, os.environ
         )
         places = self._places(threads)
-        rendezvous = create_rendezvous(self.world_size)
+        rendezvous = create_rendezvous(self.world_size, tcp=self.platform.needs_tcp_store)
         self._standings = Standings(rendezvous.memory, self.layout)
         arena_fds = (self._arena.fd,) if self._arena is not None else ()
         try:
@@ -571,6 +571,10 @@ class MultiprocExecutor(Executor):
         ranks = ", ".join(map(str, late))
         grace = self.process.failure_grace_s
         self._fail(report, f"Ranks that did not end the call within {grace:g} s of its failure: {ranks}.")
+
+    def busy_ns(self) -> list[int]:
+        """Read from shared memory."""
+        return self._progress.busy()
 
     # Failure and end.
 

@@ -76,8 +76,6 @@ _VLLM: dict[str, tuple[Any, ...]] = {
 }
 """Options of vLLM's LLM that nothing here has yet, with values that ask for nothing (None always does)."""
 _NOT_BUILT = (
-    "prefill_context_parallel_size",
-    "decode_context_parallel_size",
     "data_parallel_size",
     "nnodes",
     "enable_expert_parallel",
@@ -104,8 +102,8 @@ def make_config(**options: Any) -> EngineConfig:
     asked = [name for name in _NOT_BUILT if options.get(name) not in (None, _FIELDS[name][1])]
     if asked:
         raise ConfigError(
-            f"not built yet: {', '.join(asked)}. Today one machine runs tensor_parallel_size=N and "
-            "pipeline_parallel_size=M."
+            f"not built yet: {', '.join(asked)}. Today one machine runs tensor_parallel_size=N, "
+            "pipeline_parallel_size=M, prefill_context_parallel_size=P and decode_context_parallel_size=D."
         )
     made = {section: kind(**given[section]) for section, kind in _SECTIONS.items()}
     return EngineConfig(platform=platform, **made)
@@ -122,7 +120,7 @@ def _adapted(name: str, value: Any) -> Any:
     """``value`` in the form that the configuration has: names as tuples, paths as texts."""
     if name in ("served_model_name", "preload"):
         return (value,) if isinstance(value, str) else tuple(value)
-    if name == "pp_layer_partition":
+    if name == "pp_layer_partition" or (name == "tp_weights" and value != "auto"):
         return tuple(int(count) for count in (value.split(",") if isinstance(value, str) else value))
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from drumline.config import DTYPE_ALIASES, LEAST_MODEL_LEN
+from drumline.config import DTYPE_ALIASES, LEAST_MODEL_LEN, ParallelConfig
 from drumline.errors import ConfigError, UnsupportedModelError
 from drumline.model.architectures import ARCHITECTURES, Architecture, layer_windows, why_refused
-from drumline.parallel.shards import HeadShard, attention_shards
+from drumline.model.expert_spec import ExpertShare, ExpertsSpec, read_experts
+from drumline.model.latent_spec import LatentSpec, read_latent
+from drumline.parallel.shards import WIDTH_MULTIPLE, HeadShard, Range, attention_shards, vocab_shards, width_shards
 from drumline.plan.kv import KVSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -34,9 +36,11 @@ class ModelSpec:
     num_layers: int
     hidden_size: int
     intermediate_size: int
+    """Of the MLP of layers without experts."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Of keys and values as they are cached; queries of most models have it too."""
     vocab_size: int
     max_positions: int
     """Longest sequence in tokens that the model was made for."""
@@ -54,6 +58,12 @@ class ModelSpec:
     first_positions: int | None = None
     """Longest sequence in tokens of the first training, where rotary frequencies have a set for these and another one
     for longer ones (``longrope``)."""
+    experts: ExpertsSpec | None = None
+    """If there are layers with experts."""
+    latent: LatentSpec | None = None
+    """If keys and values are made from latents."""
+    tp_weights: tuple[int, ...] = ()
+    """In what proportions TP ranks share it (``parallel.shards``); empty: evenly. Set by :meth:`weighted`."""
 
     @property
     def modeling_module(self) -> str:
@@ -61,11 +71,28 @@ class ModelSpec:
         folder = ARCHITECTURES[self.model_type].folder
         return f"transformers.models.{folder}.modeling_{folder}"
 
-    @property
-    def layer_weights(self) -> int:
+    def layer_weights(self, layer: int) -> int:
         """Number of weights in the matrices of one layer (norms and biases, less than a hundredth, left out)."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return self.hidden_size * (attention + (3 if self.gated_mlp else 2) * self.intermediate_size)
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
+        if self.latent is not None:
+            attention = self.latent.weights(self.hidden_size, self.num_heads)
+        if self.experts is not None and layer in self.experts.layers:
+            return attention + self.experts.weights(self.hidden_size)
+        return attention + (3 if self.gated_mlp else 2) * self.intermediate_size * self.hidden_size
+
+    @property
+    def has_mlp(self) -> bool:
+        """Some layers have no experts."""
+        return self.experts is None or len(self.experts.layers) < self.num_layers
+
+    @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """Intermediate sizes, each of which is split over the ranks of a TP group."""
+        if self.experts is None:
+            return (self.intermediate_size,)
+        dense = (self.intermediate_size,) if self.has_mlp else ()
+        shared = (self.experts.shared_width,) if self.experts.shared_width else ()
+        return (*dense, self.experts.width, *shared)
 
     @property
     def vocabulary_weights(self) -> int:
@@ -79,9 +106,34 @@ class ModelSpec:
         first = self.max_positions if self.first_positions is None else self.first_positions
         return min(self.max_positions, first)
 
+    def weighted(self, parallel: ParallelConfig) -> ModelSpec:
+        """This spec, shared in the proportions of ``--tp-weights``. ConfigError if these are still to be found."""
+        weights = parallel.tp_weights
+        if isinstance(weights, str):
+            raise ConfigError(
+                f"--tp-weights {weights} is found before workers are started (drumline.engine.checks.check_model); "
+                "give numbers here"
+            )
+        return replace(self, tp_weights=weights)
+
     def heads(self, tp_size: int) -> tuple[HeadShard, ...]:
         """Attention heads of each TP rank. ConfigError if one would have none."""
-        return attention_shards(self.num_heads, self.num_kv_heads, tp_size)
+        return attention_shards(self.num_heads, self.num_kv_heads, tp_size, self.tp_weights)
+
+    def widths(self, width: int, tp_size: int) -> tuple[Range, ...]:
+        """Of a width inside the MLP the columns of each TP rank. ConfigError if one would have none."""
+        return width_shards(width, tp_size, WIDTH_MULTIPLE, self.tp_weights)
+
+    def expert_share(self, tp_rank: int, tp_size: int) -> ExpertShare:
+        """What a TP rank has of the experts of a layer: of all experts a range of the width. ConfigError if nothing;
+        ValueError for a model without experts."""
+        if self.experts is None:
+            raise ValueError(f"{self.architecture} has no experts")
+        return ExpertShare(Range(0, self.experts.num_experts), self.widths(self.experts.width, tp_size)[tp_rank])
+
+    def vocabulary(self, tp_size: int) -> tuple[Range, ...]:
+        """Vocabulary ids of each TP rank, in embedding and head. ConfigError if one would have none."""
+        return vocab_shards(self.vocab_size, tp_size, self.tp_weights)
 
 
 def read_spec(folder: str | Path) -> ModelSpec:
@@ -125,6 +177,9 @@ def _make_spec(config: Mapping[str, Any], model_type: str, architecture: Archite
     hidden = int(config["hidden_size"])
     kv_heads = config.get("num_key_value_heads", architecture.num_kv_heads) if model_type != "gpt_neox" else None
     head_dim = config.get("head_dim", architecture.head_dim) if model_type != "gpt_neox" else None
+    latent = read_latent(config, architecture.latent)
+    if latent is not None:  # expanded keys and values, the narrower ones padded in the cache
+        kv_heads, head_dim = heads, max(latent.key, latent.value)
     return ModelSpec(
         model_type=model_type,
         architecture=architecture.class_name,
@@ -142,6 +197,8 @@ def _make_spec(config: Mapping[str, Any], model_type: str, architecture: Archite
         gated_mlp=architecture.gated_mlp,
         norms_all_heads=architecture.norms_all_heads,
         first_positions=_first_positions(config),
+        experts=read_experts(config, architecture.experts, layers),
+        latent=latent,
     )
 
 
@@ -172,6 +229,11 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: Architecture, n
         )
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+        if method == "mxfp4":
+            raise UnsupportedModelError(
+                f"{name}: checkpoints in MXFP4 cannot be served yet: their experts are 4-bit numbers in blocks with a "
+                "common exponent, and the products here take floats of 16 and 32 bits; take a checkpoint in bfloat16"
+            )
         raise UnsupportedModelError(
             f"{name}: quantised checkpoints{f' ({method})' if method else ''} cannot be served yet; take the "
             "unquantised model"
@@ -237,9 +299,19 @@ def resolve_max_model_len(asked: int | None, spec: ModelSpec) -> int:
 
 
 def kv_spec(
-    spec: ModelSpec, *, tp_rank: int, tp_size: int, dtype: str, block_size: int, num_layers: int | None = None
+    spec: ModelSpec,
+    *,
+    tp_rank: int,
+    tp_size: int,
+    dtype: str,
+    block_size: int,
+    num_layers: int | None = None,
+    dcp_size: int = 1,
 ) -> KVSpec:
-    """What one block of KV costs on a rank: keys and values of its layers (default: all) for ``block_size`` tokens."""
+    """What one block of KV costs on a rank: keys and values of its layers (default: all) for ``block_size`` tokens.
+
+    ``dcp_size``: ranks that share out the tokens of a sequence. A block holds ``block_size`` of them on each.
+    """
     num_kv_heads = spec.heads(tp_size)[tp_rank].kv.size
     num_layers = spec.num_layers if num_layers is None else num_layers
     per_token = 2 * num_layers * num_kv_heads * spec.head_dim * DTYPE_BYTES[dtype]
@@ -248,7 +320,7 @@ def kv_spec(
         num_kv_heads=num_kv_heads,
         head_dim=spec.head_dim,
         dtype=dtype,
-        block_size=block_size,
+        block_size=block_size * dcp_size,
         bytes_per_block=per_token * block_size,
     )
 
