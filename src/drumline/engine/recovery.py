@@ -129,6 +129,11 @@ class Recovery:
         """The request that is tried alone."""
         return self._trial
 
+    @property
+    def seeking(self) -> bool:
+        """Some request is suspect."""
+        return self._trial is not None or bool(self._suspects())
+
     def counted(self, now: float) -> int:
         """Deaths of the window that ends now."""
         self._counted = [time for time in self._counted if now - time < self.limits.window_s]
