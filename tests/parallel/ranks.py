@@ -62,6 +62,8 @@ def collectives(rank: int, size: int, method: str) -> dict[str, Any]:
         "middle": list(tp.all_gather(torch.zeros(2, sizes[rank], 5), -2, sizes).shape),
         "no_rows": list(tp.all_gather(torch.empty(0, sizes[rank]), 1, sizes).shape),
         "into": into[:, 0].tolist(),
+        "all_to_all": _trade(tp),
+        "no_bytes": list(tp.all_to_all(torch.empty(size, 0), [1] * size, [1] * size).shape),
         "broadcast": tp.broadcast(torch.tensor([rank * 10]), src=1).tolist(),
         "object": tp.broadcast_object({"rank": rank} if rank == 0 else None),
         "objects": tp.all_gather_object("x" * rank),
@@ -82,6 +84,17 @@ def collectives(rank: int, size: int, method: str) -> dict[str, Any]:
     groups.close()
     groups.close()
     return result
+
+
+def _trade(group: Any) -> list[list[int]]:
+    """Member i sends i rows to each other one, and none to itself: [who, to whom, which row]."""
+    me, size = group.rank_in_group, group.size
+    sends = [0 if other == me else me for other in range(size)]
+    rows = [[me, other, number] for other, count in enumerate(sends) for number in range(count)]
+    receives = [0 if other == me else other for other in range(size)]
+    mine = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
+    found: list[list[int]] = group.all_to_all(mine, sends, receives).tolist()
+    return found
 
 
 def _ring(group: Any) -> int:
@@ -275,6 +288,7 @@ def alone(rank: int, size: int, _method: str) -> dict[str, Any]:
         refused.append("--enable-expert-parallel" in str(error))
     result = {
         "same": tp.all_reduce(value) is value and tp.all_gather(value) is value and tp.broadcast(value) is value,
+        "traded": tp.all_to_all(value, [1], [1]) is value,
         "objects": [tp.broadcast_object("x"), tp.all_gather_object("x")],
         "into": bool(out[0].equal(value)),
         "backend": groups.backend,

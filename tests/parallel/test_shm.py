@@ -74,4 +74,10 @@ def test_misuse_is_refused_with_a_sentence(ran: Ran) -> None:
         ]
         assert "do not fit GroupCoordinator(tp" in got["errors"][3]
         assert "only pipeline groups send" in got["errors"][4]
+        assert "do not fit GroupCoordinator(tp" in got["errors"][5]
+        assert "sends itself 1 rows and receives others" in got["errors"][6]
         assert (got["value"], got["tracks"]) == ([4.0] * 4, False)
+    assert [got["errors"][7:] for got in ran["misuse"]] == [
+        [],
+        ["all_to_all of world group (0, 1) on rank 1: rank 0 sends 2 rows, not the 1 that are expected"],
+    ]

@@ -41,6 +41,7 @@ OPERATIONS = (
     "all_gather_object",
     "send",
     "recv",
+    "all_to_all",
     "a collective",
 )
 """What a rank that sleeps in one of these puts, as a number, into the word behind its sequence word: for reports. The
