@@ -149,6 +149,8 @@ class ParallelConfig:
     disable_custom_all_reduce: bool = False
     distributed_timeout_s: float = 600.0
     """Timeout of collectives of device and CPU groups in seconds."""
+    cpu_distributed_timeout_s: float | None = None
+    """Timeout of those of CPU groups alone (objects, barriers, CPU tensors); None: the same."""
 
     def __post_init__(self) -> None:
         _whole(
@@ -164,6 +166,8 @@ class ParallelConfig:
         )
         _whole(self, ("data_parallel_rank", "node_rank"), least=0)
         _positive(self, ("distributed_timeout_s",))
+        if self.cpu_distributed_timeout_s is not None:
+            _positive(self, ("cpu_distributed_timeout_s",))
         if not 0 < self.master_port < 65536:
             raise ConfigError(f"{option('master_port')} must be between 1 and 65535, not {self.master_port}")
         self._check_partition()

@@ -247,8 +247,8 @@ def test_start_fails_by_a_death(monkeypatch: pytest.MonkeyPatch, make: Make) -> 
 
 def test_start_without_progress_names_rank_and_phase(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     monkeypatch.setenv("DRUMLINE_TEST_FAIL", "load_model:hang")
-    with pytest.raises(StartupError, match=r"no progress of any process for 1 s[^$]*load_model") as caught:
-        make(worker="FailsToStart", start_timeout_s=1.0)
+    with pytest.raises(StartupError, match=r"no progress of any process for 3 s[^$]*load_model") as caught:
+        make(worker="FailsToStart", start_timeout_s=3.0)
     assert caught.value.report.rank == 2
 
 

@@ -11,6 +11,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from tests.executor.test_waits import wait_for_state
 
 STUCK = "tests.executor.stuck"
 STALL_S = 1.0
+START_S = 3.0
+"""More than any step of a start takes on a busy machine."""
 SLACK_S = 2.0
 """From the end of the stall timeout to the report."""
 
@@ -157,7 +160,7 @@ def test_stacks_are_told_from_log_lines() -> None:
 # ---- real processes --------------------------------------------------------------------------------------------------
 
 
-def hang_of(executor: Executor, begin: Callable[[], object]) -> FailureReport:
+def hang_of(executor: Executor, begin: Callable[[], object], after_s: float = STALL_S) -> FailureReport:
     """The report of the hang that a call ends in; checks what all of them have in common."""
     told: list[FailureReport] = []
     executor.register_failure_callback(told.append)
@@ -165,7 +168,7 @@ def hang_of(executor: Executor, begin: Callable[[], object]) -> FailureReport:
     began = time.monotonic()
     with pytest.raises(ExecutorFailedError) as caught:
         begin()
-    assert STALL_S <= time.monotonic() - began < STALL_S + SLACK_S
+    assert after_s <= time.monotonic() - began < after_s + SLACK_S
     report = caught.value.report
     assert report.what == "hang"
     assert "no progress for" in report.headline()
@@ -211,11 +214,12 @@ def test_a_worker_that_is_stuck(make: Make, how: str) -> None:
 @pytest.mark.parametrize("what", ["KV cache", "warm-up"])
 def test_a_worker_that_is_stuck_in_the_calls_of_a_start(make: Make, what: str) -> None:
     """These may take longer than others, but not for ever: they have the patience of a start."""
-    options = {"stall_timeout_s": STALL_S / 10, "start_timeout_s": STALL_S}
+    options = {"stall_timeout_s": STALL_S / 10, "start_timeout_s": START_S}
     executor = make("mp", 2, worker=f"{STUCK}:StuckInItsStart", **options)
-    report = hang_of(executor, lambda: executor.initialize_from_config([what, what]))  # type: ignore[list-item]
+    begin = partial(executor.initialize_from_config, [what, what])  # type: ignore[list-item]
+    report = hang_of(executor, begin, START_S)
     assert report.rank == 1
-    assert "(--start-timeout 1)" in report.text()
+    assert f"(--start-timeout {START_S:g})" in report.text()
     assert report.phase == ("compile_or_warm_up_model" if what == "warm-up" else "initialize_from_config")
 
 
@@ -303,6 +307,17 @@ def test_a_hang_in_the_process_of_the_caller(make: Make) -> None:
     assert STALL_S <= time.monotonic() - began < STALL_S + SLACK_S
     assert "in sleep" in caught.value.report.stacks
     assert caught.value.report.what == "hang"
+
+
+@pytest.mark.parametrize("what", ["KV cache", "warm-up"])
+def test_a_start_that_hangs_in_the_process_of_the_caller(make: Make, what: str) -> None:
+    executor = make("uni", worker=f"{STUCK}:StuckInItsStart", stall_timeout_s=STALL_S / 10, start_timeout_s=STALL_S)
+    began = time.monotonic()
+    with pytest.raises(ExecutorFailedError) as caught:
+        executor.initialize_from_config([what])  # type: ignore[list-item]
+    assert STALL_S <= time.monotonic() - began < STALL_S + SLACK_S
+    assert "(--start-timeout 1)" in str(caught.value)
+    assert caught.value.report.phase == ("compile_or_warm_up_model" if what == "warm-up" else "initialize_from_config")
 
 
 def test_a_step_in_the_callers_thread_that_hangs(make: Make) -> None:

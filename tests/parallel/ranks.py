@@ -64,6 +64,12 @@ def collectives(rank: int, size: int, method: str) -> dict[str, Any]:
         "into": into[:, 0].tolist(),
         "all_to_all": _trade(tp),
         "no_bytes": list(tp.all_to_all(torch.empty(size, 0), [1] * size, [1] * size).shape),
+        "scattered": tp.reduce_scatter(torch.arange(6.0).view(1, 6) * (rank + 1), 1, sizes).tolist(),
+        "scattered_evenly": tp.reduce_scatter(torch.tensor([[rank], [5 - rank], [7]]), 0, op="max").tolist(),
+        "scattered_nothing": list(tp.reduce_scatter(torch.empty(0, size), -1).shape),
+        "scattered_half": tp.reduce_scatter(torch.ones(size, dtype=torch.bfloat16)).tolist(),
+        "gathered": _listed(tp.gather(own, 1, -1, sizes)),
+        "gathered_first": _listed(tp.gather(torch.tensor([rank]))),
         "broadcast": tp.broadcast(torch.tensor([rank * 10]), src=1).tolist(),
         "object": tp.broadcast_object({"rank": rank} if rank == 0 else None),
         "objects": tp.all_gather_object("x" * rank),
@@ -95,6 +101,10 @@ def _trade(group: Any) -> list[list[int]]:
     mine = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
     found: list[list[int]] = group.all_to_all(mine, sends, receives).tolist()
     return found
+
+
+def _listed(tensor: torch.Tensor | None) -> Any:
+    return None if tensor is None else tensor.tolist()
 
 
 def _ring(group: Any) -> int:
@@ -225,8 +235,12 @@ def gpus(rank: int, size: int, method: str) -> dict[str, Any]:
         "cpu_sum": tp.all_reduce(torch.ones(1)).item(),
         "uneven": tp.all_gather(own, -1, sizes)[0].tolist(),
         "broadcast": tp.broadcast(torch.tensor([rank], device=device), src=size - 1).item(),
+        "scattered": tp.reduce_scatter(torch.arange(3.0, device=device), 0, sizes).tolist(),
+        "gathered": _listed(tp.gather(own[0], 1, 0, sizes)),
         "object": tp.broadcast_object("hello" if rank == 0 else None),
         "received": _gpu_pass(tp, device),
+        "fast": [tp.all_reduce(torch.ones(n, device=device)).unique().tolist() for n in (1 << 10, 1 << 18, 1 << 23)],
+        "choice": groups.all_reduce_choice is not None and groups.all_reduce_choice.is_fast,
     }
     static, graph = torch.ones(4, device=device), torch.cuda.CUDAGraph()
     platform.synchronize()

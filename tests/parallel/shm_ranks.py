@@ -82,6 +82,33 @@ class Model:
         assert got is mine
         self.check(got, expected)
 
+    def reduce_scatter(self, big: bool = False) -> None:
+        dtype, op = self.random.choice(DTYPES), self.random.choice(["sum", "max", "min"])
+        dim = self.random.randint(-3, 2)
+        sizes = [self.random.randint(0, 5) for _ in range(self.group.size)]
+        shape = [self.random.randint(0, 4), SLOT_BYTES // 4 if big else self.random.randint(1, 50), 3]
+        shape[dim] = sum(sizes)
+        tensors = self.tensors([shape] * self.group.size, dtype)
+        mine = tensors[self.group.rank_in_group].clone()
+        if self.random.random() < 0.3:
+            mine = mine.transpose(0, 2).contiguous().transpose(0, 2)
+        expected = torch.split_with_sizes(_reduced(tensors, op), sizes, dim)[self.group.rank_in_group]
+        got = self.group.reduce_scatter(mine, dim, sizes, op)
+        assert got.is_contiguous()
+        assert torch.equal(mine, tensors[self.group.rank_in_group])
+        assert (got.dtype, got.shape) == (dtype, expected.shape)
+        assert torch.equal(got, expected), (got, expected)
+
+    def gather(self, big: bool = False) -> None:
+        dst, dim = self.random.randrange(self.group.size), self.random.randint(-2, 1)
+        sizes = [self.random.randint(0, 5) for _ in range(self.group.size)]
+        other = SLOT_BYTES // 4 if big else self.random.randint(1, 50)
+        shapes = [[size, other] if dim % 2 == 0 else [other, size] for size in sizes]
+        tensors = self.tensors(shapes, self.random.choice(DTYPES))
+        got = self.group.gather(tensors[self.group.rank_in_group], dst, dim, sizes)
+        assert (got is None) == (dst != self.group.rank_in_group)
+        assert got is None or torch.equal(got, torch.cat(tensors, dim))
+
     def all_gather(self, big: bool = False) -> None:
         shape = [self.random.randint(0, 4), self.random.randint(1, 50), self.random.randint(1, 3)]
         if big:
@@ -143,7 +170,15 @@ class Model:
 
     @property
     def others(self) -> list[Callable[..., None]]:
-        return [self.all_gather_into, self.all_to_all, self.broadcast, self.objects, self.barrier]
+        return [
+            self.all_gather_into,
+            self.all_to_all,
+            self.broadcast,
+            self.objects,
+            self.barrier,
+            self.gather,
+            self.reduce_scatter,
+        ]
 
 
 def _reduced(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
@@ -343,6 +378,9 @@ def misuse(rank: int, size: int, method: str) -> dict[str, Any]:
         lambda: groups.tp.all_reduce(torch.ones(1), "product"),
         lambda: groups.tp.all_gather(torch.ones(1, 2), 1, [2, 3, 4]),
         lambda: groups.tp.send(torch.ones(1)),
+        lambda: groups.tp.reduce_scatter(torch.ones(3)),
+        lambda: groups.tp.reduce_scatter(torch.ones(3), 0, [1, 1]),
+        lambda: groups.tp.gather(torch.ones(3), size),
         lambda: groups.tp.all_to_all(torch.ones(2), [1, 2], [1, 1]),
         lambda: groups.tp.all_to_all(torch.ones(2), [1, 1], [0, 1] if rank == 0 else [1, 0]),
     ):

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -11,10 +13,12 @@ from drumline.errors import ConfigError
 from drumline.parallel.boxes import LINE, SLOT_BYTES, SLOTS, Boxes
 from drumline.parallel.layout import GroupKind
 from drumline.parallel.rendezvous import (
+    bind_store,
     collective_backend,
     create_rendezvous,
     file_init_method,
     init_method_for,
+    listener_of,
     memory_of,
     own_address,
     tcp_init_method,
@@ -66,6 +70,21 @@ def test_tcp_addresses() -> None:
     assert tcp_init_method("fd00::1", 29501) == "tcp://[fd00::1]:29501"
 
 
+def test_tcp_store_is_bound_before_it_is_published() -> None:
+    place = create_rendezvous(2, tcp=True)
+    try:
+        leader = urlsplit(place.init_method)
+        assert (leader.scheme, leader.hostname) == ("tcp", "127.0.0.1")
+        assert (listener_of(place.init_method), memory_of(place.init_method)) == place.fds
+        assert not any(os.get_inheritable(fd) for fd in place.fds)
+        with pytest.raises(OSError, match="Address already in use"):
+            bind_store("127.0.0.1", leader.port or 0)
+        socket.create_connection(("127.0.0.1", leader.port or 0)).close()  # it listens already
+    finally:
+        place.close()
+    assert listener_of("tcp://10.0.0.1:29501") is None
+
+
 def test_own_address_is_that_of_the_route_to_the_leader() -> None:
     assert own_address("tcp://127.0.0.1:29501") == "127.0.0.1"
     assert own_address("file:///proc/self/fd/3") is None
@@ -78,7 +97,12 @@ def test_own_address_is_that_of_the_route_to_the_leader() -> None:
 
 def test_init_method_of_a_worker() -> None:
     assert init_method_for(ParallelConfig(), ()) == ""
-    assert init_method_for(ParallelConfig(tensor_parallel_size=2), (7, 9)) == "file:///proc/self/fd/7?shm=9"
+    for tcp in (False, True):
+        place = create_rendezvous(2, tcp=tcp)
+        try:
+            assert init_method_for(ParallelConfig(tensor_parallel_size=2), place.fds) == place.init_method
+        finally:
+            place.close()
     with pytest.raises(ConfigError):
         init_method_for(ParallelConfig(tensor_parallel_size=2), ())
     several = ParallelConfig(tensor_parallel_size=2, nnodes=2, master_addr="fd00::1", master_port=3)

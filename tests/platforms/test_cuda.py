@@ -135,7 +135,13 @@ def test_bus_address() -> None:
 
 def test_environment_of_workers() -> None:
     platform = CudaPlatform(lambda: ALL, {})
-    assert platform.worker_environment({}) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "NCCL_SOCKET_IFNAME": "lo"}
+    assert platform.worker_environment({}) == {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }
+    assert "NCCL_NVLS_ENABLE" not in platform.worker_environment({"NCCL_NVLS_ENABLE": "1"})
     assert "NCCL_SOCKET_IFNAME" not in platform.worker_environment({"NCCL_SOCKET_IFNAME": "eth0"})
     assert "NCCL_SOCKET_IFNAME" not in platform.worker_environment({}, one_machine=False)
 

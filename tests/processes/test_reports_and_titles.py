@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from drumline.errors import FailureReport, RemoteCallError, StartupError
+from drumline.errors import CollectiveError, FailureReport, RemoteCallError, StartupError
 from drumline.processes import fold, make_report, print_report, starting_worker_name, titles, worker_name
 from drumline.processes.reports import exit_report, log_tail
 from tests.processes.targets import OddError
@@ -59,6 +59,17 @@ def test_the_earliest_is_the_root_and_deaths_are_noticed_late() -> None:
     assert (root.role, [one.role for one in root.folded]) == ("dead", ["a"])
     root = fold([report("a", 10.0), report("dead", 10.2, "signal")])
     assert root.role == "a"
+
+
+def test_who_misses_another_is_not_the_root() -> None:
+    """Seen where a rank raised in a step: the other one's error was there first, since it had less to write down."""
+    misses = make_report(raised(CollectiveError("rank 0 has left the group")), role="Worker_TP1")
+    raises = make_report(raised(ValueError("its own")), role="Worker_TP0")
+    misses.time, raises.time = 10.0, 10.05
+    root = fold([misses, raises])
+    assert (root.role, [one.role for one in root.folded]) == ("Worker_TP0", ["Worker_TP1"])
+    raises.time = 12.0  # a group's timeout, and what came of it
+    assert fold([misses, raises]).role == "Worker_TP1"
 
 
 def test_a_dead_fork_server_is_the_root() -> None:

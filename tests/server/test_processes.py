@@ -57,7 +57,6 @@ def block(server: Serve) -> str:
 def test_a_life(serve: Callable[..., Serve], tiny: Path) -> None:
     server = serve("--shutdown-timeout", "0")
     status, state = server.request("GET", "/startupz")
-    assert time.monotonic() - server.began < 2.0
     assert status == 503
     assert state["status"] == "starting"
     phases: dict[str, set[str]] = {}

@@ -211,6 +211,13 @@ GROUPS: dict[str, list[Flag]] = {
         _flag("--failure-grace", "process.failure_grace_s", "for all ranks to end a failed call", float, metavar="S"),
         _flag("--stop-timeout", "process.stop_timeout_s", "for a process to end before SIGTERM", float, metavar="S"),
         _flag("--distributed-timeout", "parallel.distributed_timeout_s", "longest collective", float, metavar="S"),
+        _flag(
+            "--cpu-distributed-timeout",
+            "parallel.cpu_distributed_timeout_s",
+            "longest one of CPU groups (the same)",
+            float,
+            metavar="S",
+        ),
         _flag("--log-level", "process.log_level", "of drumline's own lines", choices=LOG_LEVELS),
         _flag("--log-dir", "process.log_dir", "a file for each process goes there", metavar="DIR"),
     ],

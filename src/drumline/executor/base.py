@@ -397,6 +397,13 @@ class Executor(ABC):
             except Exception:
                 log.exception("a stall callback failed")
 
+    def _stall_limit(self, method: str) -> str:
+        """The option that decides for how long a rank may be without progress in this call."""
+        process = self.process
+        if method in START_METHODS and process.start_timeout_s > process.stall_timeout_s:
+            return f"--start-timeout {process.start_timeout_s:g}"
+        return f"--stall-timeout {process.stall_timeout_s:g}"
+
     def _be_patient(self, call_id: int, method: str, timeout: float | None, expected_s: float) -> None:
         """Note a call that may take longer than ``stall_timeout_s``: it says so, or has a deadline of its own (steps
         share one, which is the last resort of all). Called by whoever sends it."""

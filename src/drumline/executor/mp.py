@@ -36,7 +36,7 @@ from typing import Any
 
 from drumline.config import EngineConfig, ProcessConfig
 from drumline.errors import DrumlineError, FailureReport, MessageTooLargeError, RPCBacklogError
-from drumline.executor.base import START_METHODS, STEP_METHODS, Executor, Method, WorkerState, method_name
+from drumline.executor.base import STEP_METHODS, Executor, Method, WorkerState, method_name
 from drumline.executor.calls import CLOSE_WAIT_S, CallTable
 from drumline.executor.explain import Doing, current
 from drumline.executor.future import Aggregator, Call
@@ -209,7 +209,7 @@ class MultiprocExecutor(Executor):
             self.process.threads_per_worker, self.parallel.local_devices, os.environ
         )
         places = self._places(threads)
-        rendezvous = create_rendezvous(self.world_size)
+        rendezvous = create_rendezvous(self.world_size, tcp=self.platform.needs_tcp_store)
         self._standings = Standings(rendezvous.memory, self.layout)
         arena_fds = (self._arena.fd,) if self._arena is not None else ()
         try:
@@ -430,10 +430,7 @@ class MultiprocExecutor(Executor):
         member, process = self._members[rank], live.processes[rank]
         oldest = self._table.oldest()
         phase = self._table.name_of(oldest[0]) if oldest is not None else ""
-        limit = f"--stall-timeout {self.process.stall_timeout_s:g}"
-        if phase in START_METHODS and self.process.start_timeout_s > self.process.stall_timeout_s:
-            limit = f"--start-timeout {self.process.start_timeout_s:g}"
-        lines = [f"no progress for {span(stall.seconds)} with work outstanding ({limit})"]
+        lines = [f"no progress for {span(stall.seconds)} with work outstanding ({self._stall_limit(phase)})"]
         lines += live.summary().splitlines()
         if frames := innermost(process.stacks):
             lines += [f"rank {rank} stands in:", frames]

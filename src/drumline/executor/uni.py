@@ -242,8 +242,7 @@ class UniExecutor(Executor):
             self._tell_stall(f"no progress for {span(stall.seconds)} with work outstanding: {self._now_doing()}")
         else:
             method = self._table.name_of(begun)
-            limit = self.process.stall_timeout_s
-            self._fail(self._hang_report(method, f"within {span(stall.seconds)} (--stall-timeout {limit:g})"))
+            self._fail(self._hang_report(method, f"within {span(stall.seconds)} ({self._stall_limit(method)})"))
 
     def _rest(self) -> None:
         self._stalls.rest()

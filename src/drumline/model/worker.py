@@ -20,7 +20,7 @@ from drumline.model.pipeline import make_stage
 from drumline.model.runner import ModelRunner
 from drumline.model.sampling import Sampler
 from drumline.model.stages import stage_layers
-from drumline.parallel.groups import Groups, init_groups
+from drumline.parallel.groups import Groups, Timeouts, init_groups
 from drumline.parallel.layout import Layout, device_index, worker_places
 from drumline.parallel.shards import vocab_shards
 from drumline.plan.kv import KVConfig, KVSpec
@@ -89,9 +89,10 @@ class ModelWorker:
             self.rank,
             self.context.distributed_init_method,
             self.platform.collective_backend,
-            parallel.distributed_timeout_s,
+            Timeouts(parallel.distributed_timeout_s, parallel.cpu_distributed_timeout_s),
             device=self.device,
             one_machine=parallel.nnodes_within_dp == 1,
+            custom_all_reduce=not parallel.disable_custom_all_reduce,
         )
         places = worker_places(parallel, self.rank)
         self.context.set_name(worker_name(**places, expert_parallel=parallel.enable_expert_parallel))

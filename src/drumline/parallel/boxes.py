@@ -4,7 +4,8 @@
 
     member lines   one a rank: pid, PID namespace, "has left"
     words          one line a (group kind, rank): sequence word of that rank in its group of that kind, whether it
-                   sleeps (and in which operation), and that group's gate, if the rank is its first
+                   sleeps (and in which operation), the number of its last collective on the device and which that was,
+                   and that group's gate, if the rank is its first
     mail words     two a rank: how much was written into its ring, how much read from it; behind each: whether its
                    writer sleeps
     slots          three a (group kind, rank): what that rank shows to the others
@@ -41,6 +42,8 @@ OPERATIONS = (
     "all_gather_object",
     "send",
     "recv",
+    "gather",
+    "reduce_scatter",
     "all_to_all",
     "a collective",
 )
@@ -66,6 +69,10 @@ class Boxes:
     def word_at(self, kind: GroupKind, rank: int) -> int:
         """The sequence word of a rank in its group of this kind."""
         return (self.ranks + self._box(kind, rank)) * LINE
+
+    def device_at(self, kind: GroupKind, rank: int) -> int:
+        """The number of the last collective that a rank gave to its device in its group of this kind."""
+        return self.word_at(kind, rank) + 8
 
     def gate_at(self, kind: GroupKind, rank: int) -> int:
         """The word on which the members of the group of this kind sleep whose first member is ``rank``."""

@@ -25,15 +25,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
 from drumline.errors import ConfigError
 from drumline.parallel.layout import GroupKind
-from drumline.parallel.rendezvous import own_address
+from drumline.parallel.rendezvous import listener_of, own_address
+from drumline.parallel.symmetric import SymmetricMemory
 
 _c10d: Any = dist  # much of what is used here is public but missing in torch's own lists of exports
+
+_MAPPING = timedelta(seconds=60)
+"""Longest that ranks wait for each other while they map their memory."""
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -50,6 +55,7 @@ class ProcessGroup:
         self._size = len(ranks)
         self._place = tuple(ranks).index(rank)
         self._reductions = {name: _options(dist.AllreduceOptions, op) for name, op in _OPS.items()}
+        self._scatters = {name: _options(dist.ReduceScatterOptions, op) for name, op in _OPS.items()}
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
         """Reduce in place."""
@@ -70,6 +76,32 @@ class ProcessGroup:
         if dim == 0 and min(sizes) == longest:
             return gathered.flatten(0, 1)
         return torch.cat([gathered[i].narrow(dim, 0, size) for i, size in enumerate(sizes)], dim)
+
+    def gather(self, tensor: torch.Tensor, dst: int, dim: int, sizes: Sequence[int]) -> torch.Tensor | None:
+        """All tensors along ``dim``, in new memory, on member ``dst``; None elsewhere."""
+        longest, here = max(sizes), dst == self._place
+        piece = tensor.contiguous() if tensor.shape[dim] == longest else _padded(tensor, dim, longest)
+        gathered = [torch.empty_like(piece) for _ in sizes] if here else []
+        options = dist.GatherOptions()
+        options.rootRank = dst
+        if piece.numel():
+            with self._explained(f"gather to member {dst}"):
+                self._backend.gather([gathered] if here else [], [piece], options).wait()
+        if not here:
+            return None
+        return torch.cat([found.narrow(dim, 0, size) for found, size in zip(gathered, sizes, strict=True)], dim)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int], op: str) -> torch.Tensor:
+        """This member's part along ``dim`` of the reduction, in new memory."""
+        # As in a gather: equal, contiguous pieces, one behind the other.
+        longest, own = max(sizes), sizes[self._place]
+        parts = torch.split_with_sizes(tensor.detach(), list(sizes), dim)
+        rows = torch.stack([part if part.shape[dim] == longest else _padded(part, dim, longest) for part in parts])
+        result = torch.empty_like(rows[0])
+        if result.numel():
+            with self._explained(f"reduce_scatter ({op})"):
+                self._backend._reduce_scatter_base(result.view(-1), rows.view(-1), self._scatters[op]).wait()
+        return result.narrow(dim, 0, own).contiguous()
 
     def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather equal, contiguous tensors into ``output`` [size, ...]."""
@@ -169,51 +201,55 @@ class Maker:
     def __init__(self, rank: int, size: int, init_method: str, timeout_s: float, one_machine: bool) -> None:
         self._rank = rank
         self._timeout = timedelta(seconds=timeout_s)
-        self._store = next(_c10d.rendezvous(init_method, rank, size, timeout=self._timeout))[0]
+        """Of the store."""
+        self._store = _open_store(rank, size, init_method, self._timeout)
         self._store.set_timeout(self._timeout)
         self._init_method = init_method
         self._one_machine = one_machine
         self._listener: Any = None
 
-    def gloo(self, kind: GroupKind, ranks: Sequence[int]) -> ProcessGroup:
+    def gloo(self, kind: GroupKind, ranks: Sequence[int], timeout_s: float) -> ProcessGroup:
         """A group for CPU tensors. All of them share one listener, which the first one opens."""
         if self._listener is None:
             self._listener = _gloo_device(self._init_method, self._one_machine)
         options = _c10d.ProcessGroupGloo._Options()
         options._devices = [self._listener]
-        options._timeout = self._timeout
+        options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1
         store, place, size = self._meeting(kind, ranks, "cpu")
         return self._wrapped(_c10d.ProcessGroupGloo(store, place, size, options), kind, ranks)
 
-    def device(self, kind: GroupKind, ranks: Sequence[int], backend: str, device: torch.device | None) -> ProcessGroup:
+    def device(
+        self, kind: GroupKind, ranks: Sequence[int], backend: str, device: torch.device | None, timeout_s: float
+    ) -> ProcessGroup:
         """A group for tensors on the device, by the platform's backend."""
-        store, place, size = self._meeting(kind, ranks, "device")
-        make = self._nccl if backend == "nccl" else self._plugin
-        return self._wrapped(make(store, place, size, backend, device), kind, ranks)
+        meeting, timeout = self._meeting(kind, ranks, "device"), timedelta(seconds=timeout_s)
+        made = self._nccl(meeting, device, timeout) if backend == "nccl" else _plugin(meeting, backend, timeout)
+        return self._wrapped(made, kind, ranks)
+
+    def symmetric(
+        self, kind: GroupKind, ranks: Sequence[int], device: torch.device, capacity: int, name: str
+    ) -> SymmetricMemory:
+        """This rank's symmetric memory of ``capacity`` bytes. Who fails alone lets the others wait for a minute."""
+        self._store.set_timeout(min(self._timeout, _MAPPING))
+        try:
+            return SymmetricMemory(*self._meeting(kind, ranks, "symmetric"), device, capacity, name)
+        finally:
+            self._store.set_timeout(self._timeout)
 
     def close(self) -> None:
         """Let go of the store."""
         self._store = self._listener = None
 
-    def _nccl(self, store: Any, place: int, size: int, _backend: str, device: torch.device | None) -> Any:
+    def _nccl(self, meeting: tuple[Any, int, int], device: torch.device | None, timeout: timedelta) -> Any:
         # Point-to-point operations here run in the order of all others, which is what this warns of.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         options = _c10d.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        group = _c10d.ProcessGroupNCCL(store, place, size, options)
+        options._timeout = timeout
+        group = _c10d.ProcessGroupNCCL(*meeting, options)
         if device is not None:
             group.eager_connect_single_device(device)  # or its memory would appear with the first use
         return group
-
-    def _plugin(self, store: Any, place: int, size: int, backend: str, _device: torch.device | None) -> Any:
-        """Backends of other platforms: what they registered with torch.distributed."""
-        plugin = dist.Backend._plugins.get(backend.upper())
-        if plugin is None:
-            raise ConfigError(f"torch.distributed knows no backend {backend!r} for device groups")
-        if plugin.extended_api:
-            raise ConfigError(f"backend {backend!r} wants the options of a default process group; not supported")
-        return plugin.creator_fn(store, place, size, self._timeout)
 
     def _meeting(self, kind: GroupKind, ranks: Sequence[int], what: str) -> tuple[Any, int, int]:
         """Store, own place and size. The lowest rank makes the prefix unique among groups of one kind: disjoint."""
@@ -222,6 +258,27 @@ class Maker:
 
     def _wrapped(self, backend: Any, kind: GroupKind, ranks: Sequence[int]) -> ProcessGroup:
         return ProcessGroup(backend, kind, ranks, self._rank)
+
+
+def _open_store(rank: int, size: int, init_method: str, timeout: timedelta) -> Any:
+    """The store of an init method. Over TCP rank 0 serves it, on the socket that was bound for it if there is one."""
+    listener = listener_of(init_method)
+    if listener is None:
+        return next(_c10d.rendezvous(init_method, rank, size, timeout=timeout))[0]
+    leader = urlsplit(init_method)
+    # TCPStore takes the descriptor for its own, and closes it; the caller's stays the caller's.
+    serving = {"is_master": True, "master_listen_fd": os.dup(listener)} if rank == 0 else {"is_master": False}
+    return _c10d.TCPStore(leader.hostname, leader.port, size, timeout=timeout, wait_for_workers=False, **serving)
+
+
+def _plugin(meeting: tuple[Any, int, int], backend: str, timeout: timedelta) -> Any:
+    """Backends of other platforms: what they registered with torch.distributed."""
+    plugin = dist.Backend._plugins.get(backend.upper())
+    if plugin is None:
+        raise ConfigError(f"torch.distributed knows no backend {backend!r} for device groups")
+    if plugin.extended_api:
+        raise ConfigError(f"backend {backend!r} wants the options of a default process group; not supported")
+    return plugin.creator_fn(*meeting, timeout)
 
 
 def _gloo_device(init_method: str, one_machine: bool) -> Any:

@@ -7,27 +7,67 @@ What moves the bytes is chosen once, when the groups are made:
 * CPU tensors, objects and barriers of ranks on one machine: shared memory (:mod:`drumline.parallel.shm`), and what a
   pipeline stage sends to the next one (:mod:`drumline.parallel.mail`). No listener, no thread.
 * The same between machines: gloo (:mod:`drumline.parallel.c10d`).
-* Tensors on a device: the platform's backend, such as NCCL.
+* Tensors on a device: the platform's backend, such as NCCL; sums of TP groups of GPUs also through symmetric memory
+  (:mod:`drumline.parallel.symmetric`), where :mod:`drumline.parallel.fast_choice` says so.
 
 So each kind may have a device group, and a CPU group, so that objects and barriers never open a context on the
 device. On the cpu platform both are the same. Groups of size 1 have none and their operations return at once; a world
 of size 1 opens nothing. Kinds with the same ranks in the same order (WORLD and TP, mostly) share theirs, since a
-communicator costs connections, threads and memory; EPLB alone never shares: its traffic runs beside the others'.
+communicator costs connections, threads and memory; EPLB alone never shares: its traffic runs beside the others', and
+no kind shares with one that has another timeout. Only TP sums through a device communicator, WORLD never, also where
+both have the same ranks.
+
+**Objects.** ``broadcast_object`` of TP and DCP groups is from their first member only, as users of this field know it.
+On one machine it goes through the same slots as all else, in as many turns as it takes, not through a message queue of
+its own, whose descriptors ranks would have to hand to each other: docs/architecture.md has the measurement.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from drumline.errors import ConfigError
+from drumline.parallel import fast
+from drumline.parallel.boxes import MARKS
 from drumline.parallel.c10d import Maker, ProcessGroup
+from drumline.parallel.fast_choice import Choice
 from drumline.parallel.layout import GroupKind, Layout
+from drumline.parallel.mail import Mail
 from drumline.parallel.rendezvous import memory_of
 from drumline.parallel.shm import OneShot, ShmGroup, World
+from drumline.parallel.symmetric import DeviceCommunicator
+from drumline.parallel.tensor_dicts import described, made
+
+FROM_FIRST_ONLY = frozenset({GroupKind.TP, GroupKind.DCP})
+"""Kinds whose objects are broadcast by their first member only."""
+WITH_COMMUNICATOR = frozenset({GroupKind.TP})
+"""Kinds whose sums go through a device communicator where there is one."""
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds after which an operation gives up on ranks that do not come."""
+
+    device_s: float = 600.0
+    """Of device groups, and of all that has no timeout of its own."""
+    cpu_s: float | None = None
+    """Of CPU groups: objects, barriers, CPU tensors."""
+    kinds: Mapping[GroupKind, float] = field(default_factory=dict)
+    """Of all groups of a kind, before the two above."""
+
+    def device(self, kind: GroupKind) -> float:
+        """Of the device groups of a kind."""
+        return self.kinds.get(kind, self.device_s)
+
+    def cpu(self, kind: GroupKind) -> float:
+        """Of the CPU groups of a kind."""
+        return self.kinds.get(kind, self.device_s if self.cpu_s is None else self.cpu_s)
 
 
 class Collectives(Protocol):
@@ -47,6 +87,12 @@ class Collectives(Protocol):
 
     def all_to_all(self, tensor: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
         """Rows to and from each member."""
+
+    def gather(self, tensor: torch.Tensor, dst: int, dim: int, sizes: Sequence[int]) -> torch.Tensor | None:
+        """All tensors along ``dim`` on member ``dst``."""
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int], op: str) -> torch.Tensor:
+        """Reduce; this member's part along ``dim``."""
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Member ``src``'s values, in place."""
@@ -99,6 +145,12 @@ class _Alone:
     def all_to_all(self, tensor: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
         return tensor
 
+    def gather(self, tensor: torch.Tensor, dst: int, dim: int, sizes: Sequence[int]) -> torch.Tensor | None:
+        return tensor
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int], op: str) -> torch.Tensor:
+        return tensor
+
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         pass
 
@@ -113,12 +165,24 @@ class _Alone:
 
 
 class _ByDevice:
-    """A group of accelerators: tensors go where they are, objects and barriers over the CPU."""
+    """A group of accelerators: tensors go where they are, objects and barriers over the CPU.
 
-    def __init__(self, device: ProcessGroup, cpu: Collectives, cpu_peers: Peers | None) -> None:
+    ``number`` is told of each operation that the device gets, ``communicator`` is asked before the backend.
+    """
+
+    def __init__(
+        self,
+        device: ProcessGroup,
+        cpu: Collectives,
+        cpu_peers: Peers | None,
+        number: Callable[[int], None],
+        communicator: DeviceCommunicator | None = None,
+    ) -> None:
         self._device = device
         self._cpu = cpu
         self._cpu_peers = cpu_peers or _NoPeers()
+        self._number = number
+        self._communicator = communicator
         self.broadcast_object = cpu.broadcast_object
         self.all_gather_object = cpu.all_gather_object
         self.barrier = cpu.barrier
@@ -126,19 +190,30 @@ class _ByDevice:
         self.recv_bytes = self._cpu_peers.recv_bytes
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
-        self._of(tensor).all_reduce(tensor, op)
+        if tensor.is_cpu:
+            self._cpu.all_reduce(tensor, op)
+            return
+        self._number(MARKS["all_reduce"])
+        if self._communicator is None or not self._communicator.all_reduce(tensor, op):
+            self._device.all_reduce(tensor, op)
 
     def all_gather(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-        return self._of(tensor).all_gather(tensor, dim, sizes)
+        return self._of(tensor, "all_gather").all_gather(tensor, dim, sizes)
 
     def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        self._of(tensor).all_gather_into(output, tensor)
+        self._of(tensor, "all_gather").all_gather_into(output, tensor)
+
+    def gather(self, tensor: torch.Tensor, dst: int, dim: int, sizes: Sequence[int]) -> torch.Tensor | None:
+        return self._of(tensor, "gather").gather(tensor, dst, dim, sizes)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int], op: str) -> torch.Tensor:
+        return self._of(tensor, "reduce_scatter").reduce_scatter(tensor, dim, sizes, op)
 
     def all_to_all(self, tensor: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
-        return self._of(tensor).all_to_all(tensor, sends, receives)
+        return self._of(tensor, "all_to_all").all_to_all(tensor, sends, receives)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        self._of(tensor).broadcast(tensor, src)
+        self._of(tensor, "broadcast").broadcast(tensor, src)
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         (self._cpu_peers if tensor.is_cpu else self._device).send(tensor, dst)
@@ -146,8 +221,16 @@ class _ByDevice:
     def recv(self, tensor: torch.Tensor, src: int) -> None:
         (self._cpu_peers if tensor.is_cpu else self._device).recv(tensor, src)
 
-    def _of(self, tensor: torch.Tensor) -> Collectives:
-        return self._cpu if tensor.is_cpu else self._device
+    def with_communicator(self, communicator: DeviceCommunicator, number: Callable[[int], None]) -> _ByDevice:
+        """The same group, whose sums ``communicator`` is asked to do first."""
+        peers = None if isinstance(self._cpu_peers, _NoPeers) else self._cpu_peers
+        return _ByDevice(self._device, self._cpu, peers, number, communicator)
+
+    def _of(self, tensor: torch.Tensor, operation: str = "a collective") -> Collectives:
+        if tensor.is_cpu:
+            return self._cpu
+        self._number(MARKS[operation])
+        return self._device
 
 
 class _NoPeers:
@@ -180,6 +263,7 @@ class GroupCoordinator:
         rank: int,
         collectives: Collectives | None = None,
         peers: Peers | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.kind = kind
         self.ranks = tuple(ranks)
@@ -189,6 +273,7 @@ class GroupCoordinator:
         self.size = len(self.ranks)
         self._collectives: Collectives = collectives or _Alone()
         self._peers: Peers = peers or _NoPeers()
+        self._device = device or torch.device("cpu")
 
     def __repr__(self) -> str:
         return f"GroupCoordinator({self.kind.value}, ranks={self.ranks}, rank_in_group={self.rank_in_group})"
@@ -220,12 +305,45 @@ class GroupCoordinator:
         no shapes are exchanged); all other extents are equal. Returns a new tensor, or ``tensor`` itself for size 1.
         """
         dim %= tensor.dim()
+        return self._collectives.all_gather(tensor, dim, self._extents(tensor, dim, sizes))
+
+    def gather(
+        self, tensor: torch.Tensor, dst: int = 0, dim: int = -1, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor | None:
+        """As :meth:`all_gather`, but only member ``dst`` gets it; the others get None."""
+        if not 0 <= dst < self.size:
+            raise ValueError(f"{self!r} has no member {dst}")
+        dim %= tensor.dim()
+        return self._collectives.gather(tensor, dst, dim, self._extents(tensor, dim, sizes))
+
+    def reduce_scatter(
+        self, tensor: torch.Tensor, dim: int = -1, sizes: Sequence[int] | None = None, op: str = "sum"
+    ) -> torch.Tensor:
+        """This member's part along ``dim`` of the reduction over all members (``sum``, ``max``, ``min``).
+
+        All tensors have the same shape. ``sizes`` has the extent of each member's part, in group order, which add up
+        to the extent of ``dim``; by default they are equal. Returns a new tensor, or ``tensor`` itself for size 1.
+        """
+        dim %= tensor.dim()
+        whole = tensor.shape[dim]
+        if sizes is None:
+            if whole % self.size:
+                raise ValueError(
+                    f"{self!r} cannot cut {whole} along dimension {dim} into {self.size} equal parts: give sizes"
+                )
+            sizes = [whole // self.size] * self.size
+        elif len(sizes) != self.size or sum(sizes) != whole or min(sizes) < 0:
+            raise ValueError(f"sizes {list(sizes)} do not fit {self!r}, whose extent of dimension {dim} is {whole}")
+        return self._collectives.reduce_scatter(tensor, dim, sizes, op)
+
+    def _extents(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int] | None) -> Sequence[int]:
+        """Of all members along ``dim``: those given, if they fit this one's, else this one's."""
         own = tensor.shape[dim]
         if sizes is None:
-            sizes = [own] * self.size
-        elif len(sizes) != self.size or sizes[self.rank_in_group] != own:
+            return [own] * self.size
+        if len(sizes) != self.size or sizes[self.rank_in_group] != own:
             raise ValueError(f"sizes {list(sizes)} do not fit {self!r}, whose extent of dimension {dim} is {own}")
-        return self._collectives.all_gather(tensor, dim, sizes)
+        return sizes
 
     def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather equal, contiguous tensors into a contiguous ``output`` [size, ...], which is allocated already."""
@@ -272,9 +390,57 @@ class GroupCoordinator:
         """The bytes that a member, by default the one before, has sent next."""
         return self._peers.recv_bytes(self._before(src))
 
-    def broadcast_object(self, value: Any = None) -> Any:
-        """Everyone gets the first member's object (pickled, over the CPU); others' arguments are ignored."""
-        return self._collectives.broadcast_object(value, 0)
+    def send_tensor_dict(self, values: Mapping[str, Any], dst: int | None = None) -> None:
+        """Send tensors and other (picklable) values by name to a member, by default the next. Pipeline groups only.
+
+        Names, shapes and what is no tensor go over the CPU, tensors as :meth:`send`; empty ones are not sent.
+        """
+        dst = self._after(dst)
+        description, tensors = described(values)
+        self._peers.send_bytes(pickle.dumps(description, protocol=5), dst)
+        for tensor in tensors:
+            self._peers.send(tensor.contiguous(), dst)
+
+    def recv_tensor_dict(self, src: int | None = None) -> dict[str, Any]:
+        """What a member, by default the one before, has sent next by :meth:`send_tensor_dict`.
+
+        Tensors that were on a device are on this rank's.
+        """
+        src = self._before(src)
+        values, tensors = made(pickle.loads(self._peers.recv_bytes(src)), self._device)
+        for tensor in tensors:
+            self._peers.recv(tensor, src)
+        return values
+
+    def broadcast_tensor_dict(self, values: Mapping[str, Any] | None = None, src: int = 0) -> dict[str, Any]:
+        """Everyone gets member ``src``'s tensors and other (picklable) values by name; others' are ignored.
+
+        Its names, shapes and what is no tensor go by :meth:`broadcast_object`. Tensors that are on a device there are
+        on each rank's own. The source gets its values back.
+        """
+        if self.rank_in_group == src:
+            if values is None:
+                raise ValueError(f"{self!r} is the source of broadcast_tensor_dict, but was given no values")
+            description, tensors = described(values)
+            self.broadcast_object(description, src)
+            for tensor in tensors:
+                self._collectives.broadcast(tensor.contiguous(), src)
+            return dict(values)
+        found, tensors = made(self.broadcast_object(None, src), self._device)
+        for tensor in tensors:
+            self._collectives.broadcast(tensor, src)
+        return found
+
+    def broadcast_object(self, value: Any = None, src: int = 0) -> Any:
+        """Everyone gets member ``src``'s object (pickled, over the CPU); others' arguments are ignored.
+
+        TP and DCP groups broadcast from their first member only: ValueError for another source.
+        """
+        if src and self.kind in FROM_FIRST_ONLY:
+            raise ValueError(f"{self!r} broadcasts objects from its first member only, not from member {src}")
+        if not 0 <= src < self.size:
+            raise ValueError(f"{self!r} has no member {src}")
+        return self._collectives.broadcast_object(value, src)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """All members' objects (pickled, over the CPU), in group order."""
@@ -306,11 +472,17 @@ class Groups:
         coordinators: dict[GroupKind, GroupCoordinator],
         backend: str,
         resources: Sequence[_Resource] = (),
+        all_reduce: Choice | None = None,
+        communicator: DeviceCommunicator | None = None,
     ) -> None:
         self.layout = layout
         self.rank = rank
         self.backend = backend
         """What moves the tensors of device groups: ``shm``, ``gloo``, ``nccl`` ...; empty for a world of one."""
+        self.all_reduce_choice = all_reduce
+        """What sums tensors of GPUs in TP groups, and why; None where there is no choice (CPUs, one rank)."""
+        self.communicator = communicator
+        """What TP groups of GPUs sum through before the backend is asked; None: nothing. For benchmarks."""
         self._coordinators = coordinators
         self._resources = list(resources)
 
@@ -375,18 +547,21 @@ def init_groups(
     rank: int,
     init_method: str,
     backend: str = "gloo",
-    timeout_s: float = 600.0,
+    timeout_s: float | Timeouts = 600.0,
     *,
     device: torch.device | None = None,
     one_machine: bool = True,
     expert_parallel: bool = False,
     expert_balancing: bool = False,
+    custom_all_reduce: bool = True,
 ) -> Groups:
     """Join the world and make all groups that this rank is in. Every rank of the layout calls it.
 
     Returns when all members of each group are there; raises (CollectiveError, torch's RuntimeError or DistStoreError)
-    if that takes longer than ``timeout_s``, which is also the timeout of each later operation. ``backend`` is the
-    platform's for device groups (``nccl`` and others need ``device``, the current one); ``gloo`` stands for CPU
+    if that takes longer than ``timeout_s``, which is also the timeout of each later operation; :class:`Timeouts` tells
+    device groups, CPU groups and kinds apart. Without ``custom_all_reduce`` GPUs sum through NCCL only, else whatever
+    is chosen is logged once for the world, by rank 0. ``backend`` is the platform's for device groups (``nccl`` and
+    others need ``device``, the current one); ``gloo`` stands for CPU
     tensors, which go through shared memory if all ranks are on one machine and ``init_method`` has some. For
     ``init_method`` see :mod:`drumline.parallel.rendezvous`; it is empty for a world of size 1. ``one_machine`` also
     keeps all listeners on loopback. Writes nothing to the console.
@@ -397,13 +572,15 @@ def init_groups(
         return Groups(layout, rank, {kind: GroupCoordinator(kind, (rank,), rank) for kind in kinds}, "")
     if not init_method:
         raise ConfigError(f"a world of {layout.size} ranks needs an init method")
-    joiner = _Joiner(layout, rank, init_method, backend, timeout_s, device, one_machine)
+    timeouts = timeout_s if isinstance(timeout_s, Timeouts) else Timeouts(timeout_s)
+    joiner = _Joiner(layout, rank, init_method, backend, timeouts, device, one_machine)
+    joiner.custom_all_reduce = custom_all_reduce
     try:
         coordinators = joiner.join(kinds)
     except BaseException:
         joiner.close()
         raise
-    return Groups(layout, rank, coordinators, joiner.backend, joiner.resources)
+    return Groups(layout, rank, coordinators, joiner.backend, joiner.resources, joiner.choice, joiner.communicator)
 
 
 class _Joiner:
@@ -415,50 +592,106 @@ class _Joiner:
         rank: int,
         init_method: str,
         backend: str,
-        timeout_s: float,
+        timeouts: Timeouts,
         device: torch.device | None,
         one_machine: bool,
     ) -> None:
         self.layout = layout
         self.rank = rank
         self.device = device
+        self.custom_all_reduce = True
         self.resources: list[_Resource] = []
+        self.choice: Choice | None = None
+        self.communicator: DeviceCommunicator | None = None
         memory = memory_of(init_method) if one_machine else None
         self.on_cpu = backend == "gloo"
         self.backend = "shm" if self.on_cpu and memory is not None else backend
-        self._world = None if memory is None else self._keep(World(memory, layout.size, rank, timeout_s))
-        self._maker_arguments = (rank, layout.size, init_method, timeout_s, one_machine)
-        self._made: dict[tuple[tuple[int, ...], bool], tuple[Collectives, Peers | None]] = {}
+        self._timeouts = timeouts
+        joining_s = timeouts.cpu(GroupKind.WORLD)
+        self._world = None if memory is None else self._keep(World(memory, layout.size, rank, joining_s))
+        self._maker_arguments = (rank, layout.size, init_method, joining_s, one_machine)
+        self._made: dict[tuple[Any, ...], tuple[Collectives, Peers | None]] = {}
+        self._ring: Mail | None = None
 
     def join(self, kinds: Sequence[GroupKind]) -> dict[GroupKind, GroupCoordinator]:
         """Coordinators of these kinds, WORLD first."""
         coordinators = {}
         for kind in kinds:
             ranks = self.layout.group_of(kind, self.rank)
-            key = (ranks, kind is GroupKind.EPLB)
-            if key not in self._made:
-                self._made[key] = self._make(kind, ranks) if len(ranks) > 1 else (_Alone(), None)
-            coordinators[kind] = GroupCoordinator(kind, ranks, self.rank, *self._made[key])
+            movers = self._made_for(kind, ranks) if len(ranks) > 1 else (_Alone(), None)
+            coordinators[kind] = GroupCoordinator(kind, ranks, self.rank, *movers, self.device)
             if kind is GroupKind.WORLD and self._world is not None:
                 coordinators[kind].barrier()  # who is missing is told by name, before anything else waits for it
+        if self.choice is not None:
+            ranks = coordinators[GroupKind.TP].ranks
+            world = self._made_for(GroupKind.WORLD, coordinators[GroupKind.WORLD].ranks)[0]
+            fast.tell(world, self.rank, ranks, self.choice)
         return coordinators
+
+    def _made_for(self, kind: GroupKind, ranks: tuple[int, ...]) -> tuple[Collectives, Peers | None]:
+        """What moves the bytes of a group; kinds share it where nothing tells them apart."""
+        communicates = kind in WITH_COMMUNICATOR and self.backend == "nccl"
+        own = kind is GroupKind.EPLB
+        key = (ranks, own, communicates, self._timeouts.device(kind), self._timeouts.cpu(kind))
+        if key not in self._made:
+            if communicates and (plain := (ranks, own, False, *key[3:])) in self._made:
+                self._made[key] = self._communicating(kind, ranks, self._made[plain])
+            else:
+                self._made[key] = self._make(kind, ranks)
+                if communicates:
+                    self._made[key] = self._communicating(kind, ranks, self._made[key])
+        return self._made[key]
 
     def _make(self, kind: GroupKind, ranks: tuple[int, ...]) -> tuple[Collectives, Peers | None]:
         cpu, cpu_peers = self._make_cpu(kind, ranks)
         if self.on_cpu:
             return cpu, cpu_peers
-        device = self._keep(self._maker.device(kind, ranks, self.backend, self.device))
-        both = _ByDevice(device, cpu, cpu_peers)
+        if self.backend == "nccl" and self._world is not None and kind is GroupKind.WORLD and self.device is not None:
+            fast.respect_peers(cpu, ranks.index(self.rank), self.device)
+        timeout_s = self._timeouts.device(kind)
+        device = self._keep(self._maker.device(kind, ranks, self.backend, self.device, timeout_s))
+        both = _ByDevice(device, cpu, cpu_peers, self._numbers(kind))
         return both, both
 
     def _make_cpu(self, kind: GroupKind, ranks: tuple[int, ...]) -> tuple[Collectives, Peers | None]:
+        timeout_s = self._timeouts.cpu(kind)
         if self._world is None:
-            gloo = self._keep(self._maker.gloo(kind, ranks))
+            gloo = self._keep(self._maker.gloo(kind, ranks, timeout_s))
             return gloo, gloo
-        shared = self._world.group(kind, ranks)
+        shared = self._world.group(kind, ranks, timeout_s)
         if ranks != self.layout.group_of(GroupKind.PP, self.rank):
             return shared, None
-        return shared, self._world.mail(ranks)
+        return shared, self._mail(ranks)
+
+    def _communicating(
+        self, kind: GroupKind, ranks: tuple[int, ...], plain: tuple[Collectives, Peers | None]
+    ) -> tuple[Collectives, Peers | None]:
+        """The same group with a device communicator, if there is one for these GPUs."""
+        device, group = self.device, plain[0]
+        assert isinstance(group, _ByDevice)
+        if device is None:
+            return plain
+        self.communicator, self.choice = fast.set_up(
+            group,
+            ranks.index(self.rank),
+            fast.place_of(device),
+            lambda capacity, name: self._maker.symmetric(kind, ranks, device, capacity, name),
+            disabled=not self.custom_all_reduce,
+        )
+        if self.communicator is None:
+            return plain
+        both = group.with_communicator(self._keep(self.communicator), self._numbers(kind))
+        return both, both
+
+    def _numbers(self, kind: GroupKind) -> Callable[[int], None]:
+        return _unnumbered if self._world is None else self._world.numbers(kind)
+
+    def _mail(self, ranks: tuple[int, ...]) -> Mail:
+        """There is one ring for each rank, so all kinds with the ranks of the pipeline group share it."""
+        if self._ring is None:
+            assert self._world is not None
+            self._ring = self._world.mail(ranks, self._timeouts.cpu(GroupKind.PP))
+        return self._ring
 
     @cached_property
     def _maker(self) -> Maker:
@@ -473,3 +706,7 @@ class _Joiner:
         """After a join that failed."""
         while self.resources:
             self.resources.pop().close()
+
+
+def _unnumbered(_mark: int) -> None:
+    """Between machines there is no memory in which to number anything."""

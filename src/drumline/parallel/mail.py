@@ -53,12 +53,13 @@ class Mail:
     One thread at a time may send, one receive.
     """
 
-    def __init__(self, members: Members, ranks: Sequence[int]) -> None:
+    def __init__(self, members: Members, ranks: Sequence[int], timeout_s: float | None = None) -> None:
+        timeout_s = members.timeout_s if timeout_s is None else timeout_s
         self._place, self._size = tuple(ranks).index(members.rank), len(ranks)
         self._where = f"of pp group {tuple(ranks)} on rank {members.rank}"
         after, before = ranks[(self._place + 1) % self._size], ranks[self._place - 1]
-        self._out = _Writer(members, members.rank, after)
-        self._in = _Reader(members, before, before)
+        self._out = _Writer(members, members.rank, after, timeout_s)
+        self._in = _Reader(members, before, before, timeout_s)
         self._header = ctypes.create_string_buffer(_HEADER.size)
         self._header_at = ctypes.addressof(self._header)
         self._open = True
@@ -121,8 +122,9 @@ class Mail:
 class _End:
     """One side of a ring: its own word, which only it writes, and the other side's."""
 
-    def __init__(self, members: Members, ring: int, own: int, other: int, peer: int) -> None:
+    def __init__(self, members: Members, ring: int, own: int, other: int, peer: int, timeout_s: float) -> None:
         self._members = members
+        self._timeout_s = timeout_s
         self._peer = peer
         self._words = members.words
         self._own, self._other = own // 4, other // 4
@@ -177,7 +179,7 @@ class _End:
 
     def _wait_asleep(self, started: float, operation: str, where: str) -> int:
         members = self._members
-        deadline, overslept = started + members.timeout_s, False
+        deadline, overslept = started + self._timeout_s, False
         while True:
             gone = members.gone(self._peer, ask=overslept)
             fence()  # who is gone has told before how far it came
@@ -188,7 +190,7 @@ class _End:
                 return ahead
             left = deadline - time.monotonic()
             if gone or left <= 0:
-                what = gone or f"gave no sign within {members.timeout_s:g} s"
+                what = gone or f"gave no sign within {self._timeout_s:g} s"
                 raise CollectiveError(f"{operation} {where}: rank {self._peer} {what}")
             overslept = members.sleep(self._other, value, min(left, RECHECK_S))
 
@@ -196,9 +198,9 @@ class _End:
 class _Writer(_End):
     """Writes the ring of ``ring``, which ``peer`` reads."""
 
-    def __init__(self, members: Members, ring: int, peer: int) -> None:
+    def __init__(self, members: Members, ring: int, peer: int, timeout_s: float) -> None:
         boxes = members.boxes
-        super().__init__(members, ring, boxes.sent_at(ring), boxes.taken_at(ring), peer)
+        super().__init__(members, ring, boxes.sent_at(ring), boxes.taken_at(ring), peer, timeout_s)
 
     def write(self, address: int, length: int, where: str) -> None:
         """Copy bytes into the ring; they are shown at the end of a piece, of the room, or by :meth:`finish`."""
@@ -219,9 +221,9 @@ class _Writer(_End):
 class _Reader(_End):
     """Reads the ring of ``ring``, which ``peer`` writes."""
 
-    def __init__(self, members: Members, ring: int, peer: int) -> None:
+    def __init__(self, members: Members, ring: int, peer: int, timeout_s: float) -> None:
         boxes = members.boxes
-        super().__init__(members, ring, boxes.taken_at(ring), boxes.sent_at(ring), peer)
+        super().__init__(members, ring, boxes.taken_at(ring), boxes.sent_at(ring), peer, timeout_s)
 
     def read(self, address: int, length: int, where: str) -> None:
         """Copy bytes out of the ring; their room is given back at the end of a piece, or by :meth:`finish`."""

@@ -185,12 +185,28 @@ def _alive(pid: int) -> bool:
         os.close(fd)
 
 
+class Numbers:
+    """Numbers the collectives that this rank gives to its device in its group of one kind: for reports, which read them
+    from outside (:mod:`drumline.parallel.standing`). Two words are written, a tenth of a microsecond."""
+
+    def __init__(self, members: Members, kind: GroupKind) -> None:
+        self._words = members.words
+        self._at = members.boxes.device_at(kind, members.rank) // 4
+
+    def __call__(self, mark: int) -> None:
+        """One more; ``mark``: which, of ``boxes.MARKS``."""
+        words, at = self._words, self._at
+        words[at + 1] = mark
+        words[at] = (words[at] + 1) & _MASK
+
+
 class Meeting:
     """Where the ranks of one group meet, as one of them sees it."""
 
-    def __init__(self, members: Members, kind: GroupKind, ranks: Sequence[int]) -> None:
+    def __init__(self, members: Members, kind: GroupKind, ranks: Sequence[int], timeout_s: float | None = None) -> None:
         self.name = f"{kind.value} group {tuple(ranks)}"
         self._members = members
+        self._timeout_s = members.timeout_s if timeout_s is None else timeout_s
         self._words = members.words
         self._spin_ns = members.spin_ns
         at = {rank: members.boxes.word_at(kind, rank) // 4 for rank in ranks}
@@ -265,7 +281,7 @@ class Meeting:
             self._words[self._own + 1] = 0
 
     def _wait_asleep(self, number: int, operation: str) -> None:
-        deadline = time.monotonic() + self._members.timeout_s
+        deadline = time.monotonic() + self._timeout_s
         overslept = False
         while True:
             gone = ""
@@ -297,4 +313,4 @@ class Meeting:
             if gone := self._members.gone(rank, ask=True):
                 return f"{where}: rank {rank} {gone}"
         ranks = ", ".join(str(self._ranks[at]) for at in behind)
-        return f"{where}: no sign of rank{'s' * (len(behind) > 1)} {ranks} within {self._members.timeout_s:g} s"
+        return f"{where}: no sign of rank{'s' * (len(behind) > 1)} {ranks} within {self._timeout_s:g} s"

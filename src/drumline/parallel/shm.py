@@ -60,7 +60,7 @@ from drumline.errors import ChannelClosedError, CollectiveError
 from drumline.parallel.boxes import SLOT_BYTES, SLOTS
 from drumline.parallel.layout import GroupKind
 from drumline.parallel.mail import Mail
-from drumline.parallel.meeting import Meeting, Members
+from drumline.parallel.meeting import Meeting, Members, Numbers
 
 ONE_SHOT_BYTES = 128 << 10
 """With three ranks and more, tensors up to this size are summed by every rank, larger ones by shares. Two ranks gain
@@ -96,17 +96,21 @@ class World:
         """How long ranks that wait watch for the others before they sleep."""
         return self._members.spin_ns
 
-    def group(self, kind: GroupKind, ranks: Sequence[int]) -> ShmGroup:
-        """This rank's side of its group of this kind."""
-        group = ShmGroup(self._members, self._bytes, kind, ranks)
+    def group(self, kind: GroupKind, ranks: Sequence[int], timeout_s: float | None = None) -> ShmGroup:
+        """This rank's side of its group of this kind. ``timeout_s``: of its operations; None: the world's."""
+        group = ShmGroup(self._members, self._bytes, kind, ranks, timeout_s)
         self._groups.append(group)
         return group
 
-    def mail(self, ranks: Sequence[int]) -> Mail:
+    def mail(self, ranks: Sequence[int], timeout_s: float | None = None) -> Mail:
         """This rank's messages from and to its neighbours in its pipeline group."""
-        mail = Mail(self._members, ranks)
+        mail = Mail(self._members, ranks, timeout_s)
         self._groups.append(mail)
         return mail
+
+    def numbers(self, kind: GroupKind) -> Numbers:
+        """Numbers this rank's collectives on the device in its group of this kind."""
+        return Numbers(self._members, kind)
 
     def close(self) -> None:
         """Tell the others, and let go of the memory. Idempotent."""
@@ -164,6 +168,15 @@ class _Shares(NamedTuple):
     """Each other member's share, in its own slot."""
 
 
+class _Columns(NamedTuple):
+    """The members' slots of one number, for a reduce-scatter: each slot has a piece for each member."""
+
+    outgoing: list[tuple[int, torch.Tensor]]
+    """Each other member's piece, in this rank's slot."""
+    mine: _Views
+    """This rank's piece, in everybody's slot."""
+
+
 class OneShot:
     """One-shot sums of float32 by compiled code, in step with those of :class:`ShmGroup`: the same turns, slots,
     meetings and order of additions, so that it does not matter to a rank which of the two its neighbours use.
@@ -213,10 +226,17 @@ class OneShot:
 class ShmGroup:
     """The ranks of one group, as one of them sees it. What the operations do: ``GroupCoordinator``."""
 
-    def __init__(self, members: Members, memory: torch.Tensor, kind: GroupKind, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        members: Members,
+        memory: torch.Tensor,
+        kind: GroupKind,
+        ranks: Sequence[int],
+        timeout_s: float | None = None,
+    ) -> None:
         self._size = len(ranks)
         self._place = tuple(ranks).index(members.rank)
-        self._meeting = Meeting(members, kind, ranks)
+        self._meeting = Meeting(members, kind, ranks, timeout_s)
         self._meet = self._meeting.meet
         self._members = members
         self._ranks = tuple(ranks)
@@ -226,6 +246,7 @@ class ShmGroup:
         self._buffers = [[members.memory.buf[at : at + SLOT_BYTES] for at in row] for row in slots]
         self._views: dict[Any, tuple[_Views, ...] | None] = {}
         self._shares: dict[Any, tuple[_Shares, ...]] = {}
+        self._columns: dict[Any, tuple[_Columns, ...]] = {}
         self._scratch: torch.Tensor | None = None
 
     # Operations.
@@ -254,6 +275,38 @@ class ShmGroup:
         mine.own.copy_(tensor.detach())
         self._meet("all_gather")
         return torch.cat(mine.all, dim)
+
+    def gather(self, tensor: torch.Tensor, dst: int, dim: int, sizes: Sequence[int]) -> torch.Tensor | None:
+        """All tensors along ``dim``, in new memory, on member ``dst``; None elsewhere."""
+        here = dst == self._place
+        key = (tensor.shape, tensor.dtype, dim, *sizes)
+        views = self._cached(key, lambda: self._uneven(tensor, dim, sizes))
+        if views is None:
+            found = self._gather_large(tensor, dim, sizes, "gather", here)
+            return torch.cat(found, dim) if here else None
+        mine = views[self._next_turn()]
+        if not here:
+            mine.own.copy_(tensor.detach())
+        self._meet("gather")
+        if not here:
+            return None
+        return torch.cat([tensor if place == dst else view for place, view in enumerate(mine.all)], dim)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int], op: str) -> torch.Tensor:
+        """This member's part along ``dim`` of what all_reduce would give, bit for bit, in new memory."""
+        function, place = _reduction(op), self._place
+        cut = torch.split_with_sizes(tensor.detach(), list(sizes), dim)
+        result = cut[place].clone(memory_format=torch.contiguous_format)
+        parts = [part.reshape(-1) if other != place else result.view(-1) for other, part in enumerate(cut)]
+        step = max(1, SLOT_BYTES // tensor.element_size() // self._size)
+        for start in range(0, max(part.numel() for part in parts), step):
+            pieces = [part[start : start + step] for part in parts]
+            columns = self._columns_of([piece.numel() for piece in pieces], tensor.dtype)[self._next_turn()]
+            for other, slot in columns.outgoing:
+                slot.copy_(pieces[other])
+            self._meet("reduce_scatter")
+            self._sum(function, columns.mine, pieces[place], False)
+        return result
 
     def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather equal tensors into ``output`` [size, ...]."""
@@ -301,13 +354,34 @@ class ShmGroup:
 
     def barrier(self) -> None:
         """Wait for all."""
+        self._check_open()
         self._next_turn()
         self._meet("barrier")
 
     def broadcast_object(self, value: Any, src: int) -> Any:
-        """Member ``src``'s object, pickled."""
-        data = self._exchange("broadcast_object", pickle.dumps(value, protocol=5) if src == self._place else b"")[src]
-        return value if src == self._place else pickle.loads(data)
+        """Member ``src``'s object, pickled. The first turn has its length, from which all know how many there are."""
+        self._check_open()
+        here = src == self._place
+        data = memoryview(pickle.dumps(value, protocol=5) if here else b"")
+        done, head, length = 0, _LENGTH.size, len(data)
+        while head or done < length:
+            buffer = self._buffers[self._next_turn()][src]
+            if here:
+                if head:
+                    _LENGTH.pack_into(buffer, 0, length)
+                piece = data[done : done + SLOT_BYTES - head]
+                buffer[head : head + len(piece)] = piece
+            self._meet("broadcast_object")
+            if head and not here:
+                length = _LENGTH.unpack_from(buffer)[0]
+                if head + length <= SLOT_BYTES:
+                    return pickle.loads(buffer[head : head + length])
+                data = memoryview(bytearray(length))
+            size = min(length - done, SLOT_BYTES - head)
+            if not here:
+                data[done : done + size] = buffer[head : head + size]
+            done, head = done + size, 0
+        return value if here else pickle.loads(data)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """All objects, pickled."""
@@ -321,6 +395,7 @@ class ShmGroup:
         self._slots = []
         self._views.clear()
         self._shares.clear()
+        self._columns.clear()
         for row in self._buffers:
             for buffer in row:
                 buffer.release()
@@ -333,6 +408,10 @@ class ShmGroup:
         own, others = self._meeting.words()
         slots = [[buffer_address(buffer) for buffer in row] for row in self._buffers]
         return OneShot(self, self._place, base + 4 * own, [base + 4 * word for word in others], slots)
+
+    def _check_open(self) -> None:
+        if not self._slots:
+            raise ChannelClosedError(f"{self._meeting.name} is closed")
 
     # Views.
 
@@ -387,8 +466,7 @@ class ShmGroup:
         return self._make_views(shapes, tensor.dtype)
 
     def _make_views(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> tuple[_Views, ...]:
-        if not self._slots:
-            raise ChannelClosedError(f"{self._meeting.name} is closed")
+        self._check_open()
 
         def make(row: list[torch.Tensor]) -> _Views:
             pairs = zip(row, shapes, strict=True)
@@ -508,16 +586,44 @@ class ShmGroup:
 
         return tuple(map(make, self._slots))
 
-    def _gather_large(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """All members' tensors, in pieces of a slot at most; shorter ones show nothing in the last turns."""
+    def _columns_of(self, counts: Sequence[int], dtype: torch.dtype) -> tuple[_Columns, ...]:
+        """Places for pieces of these many elements, one behind the other."""
+        key = (dtype, *counts)
+        found = self._columns.get(key)
+        if found is None:
+            self._check_open()
+            if len(self._columns) >= _PLANS:
+                self._columns.clear()
+            with torch.inference_mode(False):
+                self._columns[key] = found = self._make_columns(counts, dtype)
+        return found
+
+    def _make_columns(self, counts: Sequence[int], dtype: torch.dtype) -> tuple[_Columns, ...]:
+        used = sum(counts) * dtype.itemsize
+
+        def make(row: list[torch.Tensor]) -> _Columns:
+            cut = [torch.split_with_sizes(slot[:used].view(dtype), list(counts)) for slot in row]
+            outgoing = [(other, piece) for other, piece in enumerate(cut[self._place]) if other != self._place]
+            return _Columns(outgoing, self._views_over([pieces[self._place] for pieces in cut]))
+
+        return tuple(map(make, self._slots))
+
+    def _gather_large(
+        self, tensor: torch.Tensor, dim: int, sizes: Sequence[int], operation: str = "all_gather", here: bool = True
+    ) -> list[torch.Tensor]:
+        """All members' tensors, in pieces of a slot at most; shorter ones show nothing in the last turns.
+
+        Who is not ``here`` shows its own, and gets nothing.
+        """
+        self._check_open()
         flat = tensor.detach().reshape(-1)
         whole = [tensor.new_empty(_with_extent(tensor.shape, dim, size)) for size in sizes]
         for start, stop in _pieces(max(target.numel() for target in whole), flat.element_size()):
             slots = [slot.view(tensor.dtype) for slot in self._slots[self._next_turn()]]
             mine = flat[start:stop]
             slots[self._place][: mine.numel()].copy_(mine)
-            self._meet("all_gather")
-            for slot, target in zip(slots, whole, strict=True):
+            self._meet(operation)
+            for slot, target in zip(slots, whole if here else (), strict=here):
                 piece = target.view(-1)[start:stop]
                 piece.copy_(slot[: piece.numel()])
         return whole
@@ -525,8 +631,7 @@ class ShmGroup:
     def _trade(self, shown: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], width: int) -> None:
         """The turns of :meth:`all_to_all`: show a stream of bytes, and take from each of the others' what is for this
         rank. ``width``: bytes of a row."""
-        if not self._slots:
-            raise ChannelClosedError(f"{self._meeting.name} is closed")
+        self._check_open()
         head, own = self._size * _LENGTH.size, sum(map(len, shown))
         start, longest, places = 0, own, [(0, 0)] * self._size
         while start < longest:
@@ -557,24 +662,26 @@ class ShmGroup:
                     f"sends {table[self._place]} rows, not the {len(target) // width} that are expected"
                 )
 
-    def _exchange(self, operation: str, data: bytes) -> list[bytearray]:
+    def _exchange(self, operation: str, data: bytes) -> list[memoryview]:
         """Everybody's bytes. The first turn carries the lengths, from which all know how many turns there are."""
-        data = _LENGTH.pack(len(data)) + data
-        found: list[bytearray] = [bytearray() for _ in range(self._size)]
-        lengths = [0] * self._size
-        done = 0
-        while not done or done < max(lengths):
-            piece = data[done : done + SLOT_BYTES]
+        self._check_open()
+        mine = memoryview(data)
+        found = [memoryview(b"")] * self._size
+        done, head, longest = 0, _LENGTH.size, len(data)
+        while head or done < longest:
             buffers = self._buffers[self._next_turn()]
-            buffers[self._place][: len(piece)] = piece
+            if head:
+                _LENGTH.pack_into(buffers[self._place], 0, len(mine))
+            piece = mine[done : done + SLOT_BYTES - head]
+            buffers[self._place][head : head + len(piece)] = piece
             self._meet(operation)
-            if not done:
-                lengths = [_LENGTH.size + _LENGTH.unpack_from(buffer)[0] for buffer in buffers]
-            for buffer, into, length in zip(buffers, found, lengths, strict=True):
-                into += buffer[: max(0, min(length - done, SLOT_BYTES))]
-            done += SLOT_BYTES
-        for into in found:
-            del into[: _LENGTH.size]
+            if head:
+                found = [memoryview(bytearray(_LENGTH.unpack_from(buffer)[0])) for buffer in buffers]
+                longest = max(map(len, found))
+            for buffer, into in zip(buffers, found, strict=True):
+                size = max(0, min(len(into) - done, SLOT_BYTES - head))
+                into[done : done + size] = buffer[head : head + size]
+            done, head = done + SLOT_BYTES - head, 0
         return found
 
 

@@ -4,7 +4,9 @@ The sequence words through which ranks meet (:mod:`drumline.parallel.meeting`) a
 and a rank that sleeps in one says so in the word behind it, with the operation. So nothing has to be counted for a
 report: this maps the words (not the slots) and reads them. The same of the rings between pipeline stages.
 
-Only what goes through that memory is seen: collectives of CPU groups, and of device groups on CPUs. NCCL's are not.
+Collectives on a device (NCCL, symmetric memory) do not go through that memory, so each rank numbers there what it gives
+to its device (``meeting.Numbers``). The number says what a rank has asked for, not how far its device is; a rank whose
+number is lower than the others' is who they wait for. What CUDA graphs replay is not numbered.
 """
 
 from __future__ import annotations
@@ -32,10 +34,15 @@ class Standing:
     """What it sleeps in: ``all_reduce``, ``recv`` ...; empty: it does not wait here."""
     waits_for: tuple[int, ...] = ()
     """Ranks that have not come to it."""
+    on_device: bool = False
+    """``number`` counts what the rank gave to its device; ``operation`` is the last of it, whoever is waited for."""
 
     def text(self) -> str:
         """``waits in all_reduce 812 of ranks 0, 1 for rank 1`` or ``has come to collective 811 of ranks 0, 1``."""
         group = f"ranks {listed(self.ranks)}"
+        if self.on_device:
+            behind = f"; behind: {listed(self.waits_for)}" if self.waits_for else ""
+            return f"has given {self.operation} {self.number} of {group} to its device{behind}"
         if not self.operation:
             return f"has come to collective {self.number} of {group}"
         missing = f"rank{'s' * (len(self.waits_for) != 1)} {listed(self.waits_for)}"
@@ -57,7 +64,7 @@ class Standings:
 
     def __init__(self, fd: int, layout: Layout) -> None:
         self._layout = layout
-        self._boxes = boxes = Boxes(layout.world_size)
+        self._boxes = boxes = Boxes(layout.size)
         self._map = mmap.mmap(fd, boxes.control_bytes, prot=mmap.PROT_READ)
         self._words = memoryview(self._map).cast("I")
         self._groups = {(kind, group) for kind, groups in layout.groups.items() for group in groups if len(group) > 1}
@@ -67,14 +74,15 @@ class Standings:
         boxes, words = self._boxes, self._words
         at = [boxes.word_at(kind, rank) // 4 for kind in GroupKind]
         at += [boxes.sent_at(rank) // 4, *(boxes.taken_at(other) // 4 for other in self._before(rank))]
-        return b"".join(words[place : place + 2].tobytes() for place in at)
+        return b"".join(words[place : place + 4].tobytes() for place in at)
 
     def read(self) -> list[Standing]:
         """All ranks in all groups in which anything has happened, in rank order."""
         found = []
         for kind, group in self._groups:
             found += self._of_group(kind, group)
-        for rank in range(self._layout.world_size):
+            found += self._of_device(kind, group)
+        for rank in range(self._layout.size):
             found += self._of_mail(rank)
         return sorted(found, key=lambda one: (one.rank, one.ranks))
 
@@ -105,6 +113,23 @@ class Standings:
                 )
             )
         return standings
+
+    def _of_device(self, kind: GroupKind, group: Sequence[int]) -> list[Standing]:
+        words = self._words
+        at = {rank: self._boxes.device_at(kind, rank) // 4 for rank in group}
+        numbers = {rank: words[place] for rank, place in at.items()}
+        return [
+            Standing(
+                rank=rank,
+                ranks=tuple(group),
+                number=number,
+                operation=OPERATIONS[min(words[at[rank] + 1], OTHER)],
+                waits_for=tuple(other for other in group if (numbers[other] - number) & _BEHIND),
+                on_device=True,
+            )
+            for rank, number in numbers.items()
+            if number
+        ]
 
     def _of_mail(self, rank: int) -> list[Standing]:
         """Waits between pipeline stages."""

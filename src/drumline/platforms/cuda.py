@@ -29,11 +29,15 @@ from drumline.errors import ConfigError
 from drumline.platforms import host
 from drumline.platforms.base import DeviceMemory, Diagnosis, Platform
 from drumline.platforms.numa import node_of_device
+from drumline.platforms.peers import peer_access
 
 if TYPE_CHECKING:
     import torch
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""What keeps NCCL and torch from NVLink multicast. It is off unless the user has set these otherwise: the fabric is
+shared by all of a machine's GPUs, and programs that ended badly while they used it have left it unusable for all."""
 _SMI_TIMEOUT_S = 20.0
 _HIDDEN = ("-1", "NoDevFiles", "none", "void")
 """Tokens that end the list on purpose: nothing after them is visible."""
@@ -116,8 +120,9 @@ class CudaPlatform(Platform):
         return torch is not None and bool(torch.cuda.is_initialized())
 
     def worker_environment(self, environ: Mapping[str, str], *, one_machine: bool = True) -> dict[str, str]:
-        """Device order; on one machine NCCL's bootstrap listener on loopback."""
+        """Device order; NVLink multicast off; on one machine NCCL's bootstrap listener on loopback."""
         wanted = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        wanted |= {name: value for name, value in NO_MULTICAST.items() if name not in environ}
         if one_machine and "NCCL_SOCKET_IFNAME" not in environ:
             wanted["NCCL_SOCKET_IFNAME"] = "lo"
         return wanted
@@ -137,10 +142,8 @@ class CudaPlatform(Platform):
         return DeviceMemory(*torch.cuda.mem_get_info(index))
 
     def peer_access(self, first: int, second: int) -> bool:
-        """As the driver says."""
-        import torch
-
-        return bool(torch.cuda.can_device_access_peer(first, second))
+        """As a probe in another process found, once for all who ask (:mod:`drumline.platforms.peers`)."""
+        return first == second or not peer_access((first, second))[min(first, second), max(first, second)]
 
     def synchronize(self) -> None:
         """Wait for the current GPU."""

@@ -14,11 +14,14 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from drumline.errors import FailedError, FailureReport, RemoteCallError
+from drumline.errors import CollectiveError, FailedError, FailureReport, RemoteCallError
 from drumline.processes.logs import LAST_WORD_WAIT_S, ConsoleWriter
 
 NOTICE_SLACK_S = 0.1
 """A death is noticed from outside, so possibly a little after peers of the dead one raised because of it."""
+
+CONSEQUENCE_SLACK_S = 1.0
+"""A rank that misses another in a collective tells of it at once, the other one only when its traceback is made."""
 
 _TAIL_BYTES = 8192
 _TAIL_LINES = 50
@@ -156,13 +159,10 @@ def fold(reports: Sequence[FailureReport], server: FailureReport | None = None) 
     """The root cause, with the others folded under it.
 
     A dead fork server explains the deaths of its children. Otherwise the earliest counts, where deaths seen from
-    outside are taken as :data:`NOTICE_SLACK_S` earlier than they were noticed.
+    outside are taken as :data:`NOTICE_SLACK_S` earlier than they were noticed, and what a rank says that misses
+    another one as :data:`CONSEQUENCE_SLACK_S` later.
     """
-
-    def order(report: FailureReport) -> float:
-        return report.time - (NOTICE_SLACK_S if report.what in ("signal", "oom", "exit") else 0.0)
-
-    ordered = sorted(reports, key=order)
+    ordered = sorted(reports, key=_moment)
     if server is not None:
         ordered = [server, *ordered]
     root, rest = ordered[0], ordered[1:]
@@ -173,6 +173,13 @@ def fold(reports: Sequence[FailureReport], server: FailureReport | None = None) 
                 known.append(one)
     root.folded = [msg for msg in known if msg is not root]
     return root
+
+
+def _moment(report: FailureReport) -> float:
+    """When it happened, probably."""
+    if report.type == _type_name(CollectiveError()):
+        return report.time + CONSEQUENCE_SLACK_S
+    return report.time - (NOTICE_SLACK_S if report.what in ("signal", "oom", "exit") else 0.0)
 
 
 def _same(one: FailureReport, other: FailureReport) -> bool:
