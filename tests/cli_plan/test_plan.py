@@ -169,6 +169,42 @@ def test_a_tied_head_counts_unless_the_weights_have_another_one(tmp_path: Path, 
     assert ("about 4 MiB" if equal else "about 8 MiB") in plan_text(config, devices=CPU)
 
 
+def test_experts_count(tmp_path: Path) -> None:
+    """Stages are balanced by what their layers weigh, with all experts of them."""
+    model = {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 8,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "moe_intermediate_size": 100,
+        "num_experts": 64,
+        "num_experts_per_tok": 4,
+        "mlp_only_layers": [0, 1, 2, 3],
+        "num_attention_heads": 8,
+        "head_dim": 32,
+        "vocab_size": 1000,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    given = ModelConfig(model=str(tmp_path), load_format="dummy", dtype="float32")
+    parallel = ParallelConfig(tensor_parallel_size=3, pipeline_parallel_size=2)
+    text = plan_text(EngineConfig(model=given, parallel=parallel), devices=CPU)
+    assert "(Qwen3MoeForCausalLM: 8 layers, 64 experts (4 a token) in 4, 8 query and 4 KV heads" in text
+    assert [line.split()[-2:] for line in text.splitlines() if "..999" in line] == [["80..99", "(20)"]]
+    assert "0..47 (48)" in text
+    attention, dense, experts = 2 * 12 * 32 * 256, 3 * 1024 * 256, 256 * 64 * (1 + 300)
+    stages = [4 * (attention + dense) + 2 * (attention + experts), 2 * (attention + experts) + 1000 * 256]
+    stages[0] += 1000 * 256
+    for weights in stages:
+        assert f"about {weights * 4 / 3 / (1 << 20):.1f} MiB" in text
+    refused = EngineConfig(model=given, parallel=ParallelConfig(tensor_parallel_size=8)).with_(
+        model=ModelConfig(model=str(tmp_path), load_format="dummy")
+    )
+    (tmp_path / "config.json").write_text(json.dumps(model | {"moe_intermediate_size": 6}))
+    assert "serve would refuse this model: --tensor-parallel-size 8 is more than the model's width of 6" in plan_text(
+        refused, devices=CPU
+    )
+
+
 def test_shares_of_a_model_folder(tmp_path: Path) -> None:
     model = {
         "model_type": "llama",

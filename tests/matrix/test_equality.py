@@ -65,6 +65,9 @@ SUBSET = {
     ("llama-tied", 5, 1, "plain"),
     ("phi3", 1, 3, "chunks"),
     ("gemma2", 2, 2, "tight"),
+    ("qwen3_moe", 3, 1, "tight"),
+    ("gpt_oss", 2, 2, "chunks"),
+    ("deepseek_v3", 3, 1, "tight"),
 }
 
 

@@ -11,7 +11,7 @@ from drumline.model.worker import ModelWorker
 from drumline.plan.kv import KVConfig
 from drumline.worker.protocol import WorkerContext
 from tests.model.ranks import RankHost
-from tests.model.tiny import SHAPES, make_tiny
+from tests.model.tiny import FLAT_SHAPES, SHAPES, make_tiny
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +31,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 @pytest.fixture(params=list(SHAPES))
 def shape(request: pytest.FixtureRequest) -> str:
     """Each of the tiny models."""
+    return str(request.param)
+
+
+@pytest.fixture(params=FLAT_SHAPES)
+def flat_shape(request: pytest.FixtureRequest) -> str:
+    """Each of the tiny models that the fast forwards know."""
     return str(request.param)
 
 

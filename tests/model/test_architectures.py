@@ -26,7 +26,7 @@ from drumline.model.slices import slice_of
 from drumline.model.spec import read_spec
 from drumline.parallel.shards import Range
 from tests.model.equality import TIE
-from tests.model.tiny import FEATURES, SHAPES, edit_config, make_model, make_tiny
+from tests.model.tiny import FEATURES, SHAPES, edit_config, make_model, make_tiny, read_reference
 
 Tiny = Callable[[str], tuple[Path, Any]]
 CPU = torch.device("cpu")
@@ -161,7 +161,7 @@ def test_the_head_of_the_weights_goes_before_a_tie(tmp_path: Path, shape: str, h
     if head == "alone":
         del tensors[embedding]
     save_file(tensors, file, metadata={"format": "pt"})
-    reference = getattr(transformers, SHAPES[shape][1]).from_pretrained(tmp_path, attn_implementation="eager")
+    reference = read_reference(tmp_path, shape)
     splits = ((1, (None,)), (1, (Range(0, 2), Range(2, 3))), (3, (None,)), (2, (Range(0, 1), Range(1, 3))))
     for tp, stages in splits if head == "another" else splits[:2]:
         split = Split(tmp_path, tp, stages)
@@ -175,8 +175,7 @@ def test_the_head_of_the_weights_goes_before_a_tie(tmp_path: Path, shape: str, h
 def test_a_checkpoint_of_the_base_model_alone(tmp_path: Path, shape: str, tied: bool) -> None:
     """Its parameters lack the model's prefix; the head, if it is there, has its usual name."""
     make_tiny(tmp_path, shape, tie_word_embeddings=tied)
-    architecture = SHAPES[shape][1]
-    whole = getattr(transformers, architecture).from_pretrained(tmp_path, attn_implementation="eager")
+    whole = read_reference(tmp_path, shape)
     file, prefix = tmp_path / "model.safetensors", f"{whole.base_model_prefix}."
     save_file({name.removeprefix(prefix): tensor for name, tensor in load_file(file).items()}, file)
     check(whole, Split(tmp_path, 2, (Range(0, 1), Range(1, 3))))

@@ -28,6 +28,7 @@ def plain(
     context: int,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, Hq, D] for q [Hq, T, D] over k, v [Hkv, context + T, D]."""
     group = q.shape[0] // k.shape[0]
@@ -39,7 +40,10 @@ def plain(
     mask = key > query
     if window is not None:
         mask |= key <= query - window
-    return (scores.masked_fill(mask, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+    scores = scores.masked_fill(mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, q.shape[1], 1)], -1)
+    return (scores.softmax(-1)[..., : k.shape[1]] @ v).transpose(0, 1)
 
 
 def run_step(
@@ -50,6 +54,7 @@ def run_step(
     block: int,
     seed: int = 0,
     variants: Sequence[tuple[int | None, float | None]] = ((None, None),),
+    sinks: bool = False,
 ) -> None:
     """One step of rows with these lengths, compared row by row, for each (window, softcap)."""
     rng = np.random.default_rng(seed)
@@ -82,6 +87,7 @@ def run_step(
         for kind in (keys, values)
     )
     module = SimpleNamespace(layer_idx=1)
+    more = torch.randn(heads * group) if sinks else None
     for window, softcap in variants:
         out, _ = paged_attention(
             module,  # type: ignore[arg-type]
@@ -93,9 +99,10 @@ def run_step(
             ctx=batch,
             sliding_window=window,
             softcap=softcap,
+            s_aux=more,
         )
         for row, (piece, query) in enumerate(zip(out[0].split(counts), queries, strict=True)):
-            expected = plain(query, keys[row], values[row], computed[row], window, softcap)
+            expected = plain(query, keys[row], values[row], computed[row], window, softcap, more)
             torch.testing.assert_close(piece, expected, atol=2e-5, rtol=1e-4)
 
 
@@ -118,11 +125,14 @@ def test_windows_and_soft_caps_of_random_steps(seed: int) -> None:
     heads, group = [(1, 1), (1, 7), (2, 3), (3, 1)][seed % 4]
     variants = [(None, 2.0), (1, None), (2, 0.5), (5, None), (17, None), (17, 1.5), (49, None), (1000, 3.0)]
     run_step(computed, counts, heads, group, block=[1, 3, 4, 16][seed % 3], seed=seed, variants=variants)
+    run_step(computed, counts, heads, group, block=4, seed=seed, variants=[*variants, (None, None)], sinks=True)
 
 
 def test_windows_and_soft_caps_of_long_chunks() -> None:
     variants = [(None, 2.0), (100, None), (300, 1.0), (650, None)]
-    run_step([5, 700, 0, 30, 0, 900], [600, 257, 300, 2, 700, 1], heads=2, group=2, block=16, variants=variants)
+    lengths = [5, 700, 0, 30, 0, 900], [600, 257, 300, 2, 700, 1]
+    run_step(*lengths, heads=2, group=2, block=16, variants=variants)
+    run_step(*lengths, heads=2, group=2, block=16, variants=[(None, None), (100, None)], sinks=True)
 
 
 def test_what_a_window_does_not_reach_is_not_gathered() -> None:

@@ -29,22 +29,22 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_logits(tiny: Tiny, shape: str, tp: int) -> None:
-    folder, model = tiny(shape)
+def test_logits(tiny: Tiny, flat_shape: str, tp: int) -> None:
+    folder, model = tiny(flat_shape)
     check(model, Split(folder, tp))
 
 
-def test_stages(tiny: Tiny, shape: str) -> None:
-    folder, model = tiny(shape)
+def test_stages(tiny: Tiny, flat_shape: str) -> None:
+    folder, model = tiny(flat_shape)
     check(model, Split(folder, 2, [Range(0, 1), Range(1, 3)]))
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_kept_rows(tiny: Tiny, shape: str, tp: int) -> None:
+def test_kept_rows(tiny: Tiny, flat_shape: str, tp: int) -> None:
     """Whatever rows are kept of a step of several requests, their logits are those of a step that keeps all."""
-    folder, model = tiny(shape)
+    folder, model = tiny(flat_shape)
     split = Split(folder, tp)
-    rng = np.random.default_rng(len(shape))
+    rng = np.random.default_rng(len(flat_shape))
     counts, computed = np.array([1, 9, 3, 1, 14]), np.zeros(5, dtype=np.int64)
     total, ends = int(counts.sum()), np.cumsum(counts) - 1
     ids = torch.from_numpy(rng.integers(3, model.config.vocab_size, total))

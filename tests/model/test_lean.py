@@ -26,17 +26,17 @@ def _lean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_logits(tiny: Tiny, shape: str, tp: int) -> None:
-    folder, model = tiny(shape)
+def test_logits(tiny: Tiny, flat_shape: str, tp: int) -> None:
+    folder, model = tiny(flat_shape)
     check(model, Split(folder, tp))
 
 
-def test_stages(tiny: Tiny, shape: str) -> None:
-    folder, model = tiny(shape)
+def test_stages(tiny: Tiny, flat_shape: str) -> None:
+    folder, model = tiny(flat_shape)
     check(model, Split(folder, 2, [Range(0, 1), Range(1, 3)]))
 
 
-def test_without_complex_numbers(tiny: Tiny, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_complex_numbers(tiny: Tiny, flat_shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on other devices: the rotary embedding and norms in plain operations, plain linears."""
     rotate, order = lean._rotate, lean._Order
     monkeypatch.setattr(lean, "_rotate", lambda x, table, _: rotate(x, table, False))
@@ -44,7 +44,7 @@ def test_without_complex_numbers(tiny: Tiny, shape: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(lean, "_complex", lambda table: table)
     monkeypatch.setattr(lean, "_rms_norm", lean._rms_norm_in_float)
     monkeypatch.setattr(lean, "lay_out", lambda parts: None)
-    folder, model = tiny(shape)
+    folder, model = tiny(flat_shape)
     check(model, Split(folder, 1))
 
 

@@ -48,8 +48,8 @@ def logits(forward: Forward, spec: ModelSpec, dtype: torch.dtype, ids: torch.Ten
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits(tiny: Callable[[str], tuple[Path, Any]], shape: str, dtype: torch.dtype) -> None:
-    folder, model = tiny(shape)
+def test_logits(tiny: Callable[[str], tuple[Path, Any]], flat_shape: str, dtype: torch.dtype) -> None:
+    folder, model = tiny(flat_shape)
     device = torch.device("cuda")
     spec = read_spec(folder)
     ids = torch.randint(3, model.config.vocab_size, (59,), device=device)

@@ -24,6 +24,7 @@ from tests.model.tiny import make_tiny
 
 Tiny = Callable[[str], tuple[Path, Any]]
 CPU = torch.device("cpu")
+MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 @dataclass
@@ -51,21 +52,60 @@ def load(folder: Path, rank: int = 0, size: int = 1, **options: Any) -> Any:
 def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a folder, under the names that the model has for them."""
     tensors = load_file(folder / "model.safetensors")
-    return {name.replace("embed_out.", "lm_head."): tensor for name, tensor in tensors.items()}
+    return fused({name.replace("embed_out.", "lm_head."): tensor for name, tensor in tensors.items()})
+
+
+def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With the matrices of all experts of a layer in one tensor, as models have them."""
+    plain, experts = {}, {}
+    for name, tensor in tensors.items():
+        found = re.fullmatch(r"(.*)\.experts\.(\d+)\.(\w+)\.weight", name.replace(".block_sparse_moe.", ".mlp."))
+        if found:
+            experts[found[1], MIXTRAL.get(found[3], found[3]), int(found[2])] = tensor
+        else:
+            plain[name.replace(".block_sparse_moe.", ".mlp.")] = tensor
+    for block in sorted({block for block, _, _ in experts}):
+        count = len({expert for other, _, expert in experts if other == block})
+        gate, up, down = (
+            torch.stack([experts[block, leaf, expert] for expert in range(count)])
+            for leaf in ("gate_proj", "up_proj", "down_proj")
+        )
+        plain[f"{block}.experts.gate_up_proj"] = torch.cat([gate, up], 1)
+        plain[f"{block}.experts.down_proj"] = down
+    return {name: in_our_order(name, tensor, plain) for name, tensor in plain.items()}
+
+
+def stored(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that are in checkpoints; shared ones once."""
+    names = model.state_dict()
+    return {name: tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in names}
+
+
+def in_our_order(name: str, tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Tensors of GPT-OSS's experts, which alone have biases, laid out as those of other models."""
+    block, _, leaf = name.rpartition(".experts.")
+    if f"{block}.experts.down_proj_bias" not in tensors or not block:
+        return tensor
+    if leaf in ("gate_up_proj", "down_proj"):
+        tensor = tensor.transpose(1, 2)
+    if leaf.startswith("gate_up_proj"):
+        tensor = torch.cat([tensor[:, ::2], tensor[:, 1::2]], 1)
+    return tensor
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_the_ranks_parts_make_up_the_checkpoint(tiny: Tiny, shape: str, size: int) -> None:
     folder, _ = tiny(shape)
     whole, spec = checkpoint(folder), read_spec(folder)
-    ranks = [dict(load(folder, rank, size).named_parameters()) for rank in range(size)]
+    ranks = [stored(load(folder, rank, size)) for rank in range(size)]
     assert set(ranks[0]) == set(whole)  # a tied head is listed once
     heads, dim = spec.heads(size), spec.head_dim
     owners = list(range(size))  # ranks that together have each KV head once
     if size > spec.num_kv_heads:
         owners = [[shard.kv.start for shard in heads].index(head) for head in range(spec.num_kv_heads)]
     for name, tensor in whole.items():
-        mine, leaf = [rank[name] for rank in ranks], name.split(".")[-2]
+        mine = [rank[name] for rank in ranks if name in rank]
+        leaf = name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
         if all(part.shape == tensor.shape for part in mine):
             assert all(part.equal(tensor) for part in mine)
             continue
@@ -75,8 +115,10 @@ def test_the_ranks_parts_make_up_the_checkpoint(tiny: Tiny, shape: str, size: in
             query = torch.cat([q for q, _, _ in split])
             rest = [torch.cat([split[rank][i] for rank in owners]) for i in (1, 2)]
             assert torch.cat([query, *rest]).equal(tensor)
-        elif leaf == "gate_up_proj":
-            assert torch.cat([torch.cat([part.chunk(2)[i] for part in mine]) for i in (0, 1)]).equal(tensor)
+        elif leaf in ("gate_up_proj", "gate_up_proj_bias"):
+            axis = 1 if ".experts." in name else 0
+            halves = [torch.cat([part.chunk(2, axis)[i] for part in mine], axis) for i in (0, 1)]
+            assert torch.cat(halves, axis).equal(tensor)
         else:
             if leaf in ("k_proj", "v_proj", "k_norm"):
                 mine = [mine[rank] for rank in owners]
@@ -90,7 +132,7 @@ def test_stages_make_up_the_checkpoint(tiny: Tiny, shape: str) -> None:
     embedding = next(name for name in whole if ".embed_" in name)
     seen = []
     for layers in (Range(0, 1), Range(1, 2), Range(2, 3)):
-        for name, parameter in load(folder, layers=layers).named_parameters():
+        for name, parameter in stored(load(folder, layers=layers)).items():
             source = re.sub(r"layers\.0\.", f"layers.{layers.start}.", name)
             if spec.tied and name == "lm_head.weight":
                 source = embedding
@@ -132,11 +174,17 @@ def test_a_tensor_that_is_split_is_never_read_whole(tiny: Tiny, shape: str, monk
     monkeypatch.setattr(weights, "_tensor_files", lambda folder: dict.fromkeys(names, "model.safetensors"))
     names = {name: tensor.numel() for name, tensor in load_file(folder / "model.safetensors").items()}
     load(folder, 1, 2)
-    assert set(read) == set(names)
-    matrices = [name for name in read if re.search(r"(_proj|dense\w*|query_key_value|embed_\w+|lm_head)\.weight", name)]
-    linears = {"phi3": 4, "gpt_neox": 4}.get(read_spec(folder).model_type, 7)
-    assert len(matrices) == 3 * linears + (1 if read_spec(folder).tied else 2)
-    shared = () if read_spec(folder).num_kv_heads > 1 else ("k_proj", "v_proj")  # a KV head that both ranks need
+    assert set(read) == {name for name in names if not name.endswith("experts.down_proj_bias")}  # rank 0 has it
+    split = r"((?<!q_a)_proj|dense\w*|query_key_value|embed_\w+|lm_head|\.w[123])\.weight|experts\.\w+_proj$"
+    matrices = [name for name in read if re.search(split, name)]
+    spec = read_spec(folder)
+    linears = {"phi3": 4, "gpt_neox": 4, "gpt_oss": 6, "deepseek_v3": 6}.get(spec.model_type, 7)
+    experts = 0 if spec.experts is None else len(spec.experts.layers)
+    more = 0
+    if spec.experts is not None and not spec.experts.interleaved:
+        more = experts * 3 * (spec.experts.num_experts - 1 + (spec.experts.shared_width > 0))
+    assert len(matrices) == 3 * linears + more + (1 if spec.tied else 2)
+    shared = () if spec.num_kv_heads > 1 else ("k_proj", "v_proj")  # a KV head that both ranks need
     for name in matrices:
         assert read[name] <= 0.51 * names[name] or name.split(".")[-2] in shared, name
 

@@ -10,6 +10,8 @@ import transformers
 
 from drumline.errors import ConfigError, UnsupportedModelError
 from drumline.model.architectures import ARCHITECTURES
+from drumline.model.expert_spec import ExpertsSpec
+from drumline.model.latent_spec import LatentSpec
 from drumline.model.spec import (
     kv_spec,
     preload_modules,
@@ -132,8 +134,10 @@ def test_missing_keys_mean_what_transformers_takes_for_them() -> None:
             spec = spec_from_config(config | {"model_type": model_type})
             reference = getattr(transformers, architecture.class_name).config_class(**config)
             heads = getattr(reference, "num_key_value_heads", None) or reference.num_attention_heads
-            if model_type == "gpt_neox":
+            if model_type in ("gpt_neox", "deepseek_v3"):
                 heads = reference.num_attention_heads
+            if model_type == "deepseek_v3":
+                reference.head_dim = max(reference.qk_head_dim, reference.v_head_dim)
             head_dim = getattr(reference, "head_dim", None) or reference.hidden_size // reference.num_attention_heads
             assert (spec.num_kv_heads, spec.head_dim) == (heads, head_dim), model_type
             assert spec.max_positions == reference.max_position_embeddings, model_type
@@ -150,10 +154,12 @@ def test_spec_of_each_architecture(shape: str, tiny: Callable[[str], tuple[Path,
     folder, model = tiny(shape)
     spec = read_spec(folder)
     attention = [getattr(layer, "self_attn", None) or layer.attention for layer in model.base_model.layers]
-    in_all = getattr(model.config, "sliding_window", None) if spec.model_type in ("mistral", "phi3") else None
+    for_all = ("mistral", "phi3", "mixtral")
+    in_all = getattr(model.config, "sliding_window", None) if spec.model_type in for_all else None
     assert spec.windows == tuple(getattr(module, "sliding_window", in_all) for module in attention)
-    matrices = [p for name, p in model.base_model.layers[1].named_parameters() if p.dim() == 2]
-    assert spec.layer_weights == sum(p.numel() for p in matrices)
+    for number, layer in enumerate(model.base_model.layers):
+        matrices = [p for name, p in layer.named_parameters() if p.dim() >= 2 and not name.endswith("bias")]
+        assert spec.layer_weights(number) == sum(p.numel() for p in matrices)
     assert spec.vocabulary_weights == model.get_input_embeddings().weight.numel()
     assert spec.modeling_module == type(model).__module__
     assert spec.norms_all_heads == (spec.model_type == "olmo2")
@@ -168,9 +174,9 @@ BASE = {key: value for key, value in SMOLLM.items() if key not in ("model_type",
         ({"model_type": "mamba"}, "'mamba' cannot be served: it keeps a recurrent state"),
         ({"model_type": "jamba"}, "not softmax attention"),
         ({"model_type": "qwen3_next"}, "not softmax attention"),
-        ({"model_type": "qwen3_moe"}, "mixture of experts"),
-        ({"model_type": "mixtral"}, "mixture of experts"),
-        ({"model_type": "deepseek_v3"}, "compressed latent"),
+        ({"model_type": "qwen2_moe"}, "mixture of experts"),
+        ({"model_type": "dbrx"}, "mixture of experts"),
+        ({"model_type": "deepseek_v2"}, "another kind of latents"),
         ({"model_type": "t5"}, "encoder-decoder"),
         ({"model_type": "bert"}, "generates nothing"),
         ({"model_type": "gemma3"}, "multimodal checkpoint.*gemma3_text"),
@@ -183,12 +189,16 @@ BASE = {key: value for key, value in SMOLLM.items() if key not in ("model_type",
         ({"model_type": "new", "layer_types": ["linear_attention", "full_attention"]}, r"\(layers of type linear_att"),
         ({"model_type": "new", "mamba_d_state": 16}, "not softmax attention"),
         ({"model_type": "new", "state_size": 16}, "recurrent state"),
-        ({"model_type": "new", "kv_lora_rank": 512, "n_routed_experts": 64}, "compressed latent"),
+        ({"model_type": "new", "kv_lora_rank": 512, "n_routed_experts": 64}, "another kind of latents"),
         ({"model_type": "new", "num_local_experts": 8}, "mixture of experts"),
-        ({"model_type": "new"}, r"'new' cannot be served yet; supported: gemma2, gemma3_text, .*smollm3"),
+        ({"model_type": "new"}, r"'new' cannot be served yet; supported: deepseek_v3, gemma2, .*smollm3"),
         ({}, "model type '' cannot be served yet"),
         # supported types that are something else after all
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "bidirectional"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+            "checkpoints in MXFP4 .* 4-bit numbers in blocks .* take a checkpoint in bfloat16",
+        ),
         ({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}, r"quantised checkpoints \(fp8\)"),
         ({"model_type": "qwen2", "rope_scaling": {"type": "mrope"}}, "'mrope' cannot be served with qwen2"),
         ({"model_type": "llama", "rope_scaling": {"rope_type": "longrope"}}, "'longrope' cannot be served with llama"),
@@ -202,6 +212,47 @@ BASE = {key: value for key, value in SMOLLM.items() if key not in ("model_type",
 def test_says_why_a_model_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         spec_from_config(BASE | changes)
+
+
+def test_experts() -> None:
+    """What is missing is as the configuration class has it; keys of other spellings are read."""
+    said = BASE | {"num_hidden_layers": 5}
+    qwen = spec_from_config(said | {"model_type": "qwen3_moe"})
+    assert qwen.experts == ExpertsSpec(num_experts=128, top_k=8, width=768, layers=frozenset(range(5)))
+    assert qwen.mlp_widths == (768,)
+    some = {"decoder_sparse_step": 2, "mlp_only_layers": [3], "num_experts_per_tok": 3, "moe_intermediate_size": 90}
+    for key in ("num_experts", "num_local_experts"):
+        spec = spec_from_config(said | {"model_type": "qwen3_moe", key: 7} | some)
+        assert spec.experts == ExpertsSpec(num_experts=7, top_k=3, width=90, layers=frozenset({1}))
+        assert spec.mlp_widths == (1536, 90)
+        assert spec.layer_weights(1) - spec.layer_weights(0) == 576 * (7 * (1 + 3 * 90) - 3 * 1536)
+    assert spec_from_config(said | {"model_type": "qwen3_moe", "num_experts": 0}).experts is None
+    gpt = spec_from_config(said | {"model_type": "gpt_oss", "num_local_experts": 4})
+    assert gpt.experts == ExpertsSpec(num_experts=4, top_k=4, width=1536, layers=frozenset(range(5)), interleaved=True)
+    assert gpt.windows == (128, None, 128, None, 128)
+    deepseek = spec_from_config(said | {"model_type": "deepseek_v3", "n_shared_experts": 2})
+    assert deepseek.experts == ExpertsSpec(
+        num_experts=256, top_k=8, width=2048, layers=frozenset({3, 4}), shared_width=4096, float_router=True
+    )
+    assert deepseek.mlp_widths == (1536, 2048, 4096)
+    with pytest.raises(ConfigError, match="n_group: 256 experts are no multiple of 5 groups"):
+        spec_from_config(said | {"model_type": "deepseek_v3", "n_group": 5})
+    mixtral = spec_from_config(said | {"model_type": "mixtral"})
+    assert mixtral.experts == ExpertsSpec(num_experts=8, top_k=2, width=1536, layers=frozenset(range(5)))
+    with pytest.raises(ConfigError, match="num_experts_per_tok: 9 of 8 experts"):
+        spec_from_config(said | {"model_type": "mixtral", "num_experts_per_tok": 9})
+
+
+def test_latents() -> None:
+    """Keys and values are cached expanded: as many KV heads as query heads, the wider of key and value for both."""
+    config = BASE | {"model_type": "deepseek_v3", "num_key_value_heads": 1, "head_dim": 64}
+    spec = spec_from_config(config)
+    assert spec.latent == LatentSpec(query_rank=1536, kv_rank=512, rope=64, nope=128, value=128)
+    assert (spec.num_kv_heads, spec.head_dim) == (9, 192)
+    assert kv_spec(spec, tp_rank=1, tp_size=2, dtype="bfloat16", block_size=1).bytes_per_block == 30 * 2 * 4 * 192 * 2
+    narrow = spec_from_config(config | {"q_lora_rank": None, "v_head_dim": 256})
+    assert narrow.latent == LatentSpec(query_rank=None, kv_rank=512, rope=64, nope=128, value=256)
+    assert narrow.head_dim == 256
 
 
 def test_old_spellings() -> None:
@@ -226,6 +277,9 @@ def test_layers_with_a_window() -> None:
     assert windows(model_type="qwen3", use_sliding_window=True, max_window_layers=3) == (None, None, None, 4096)
     assert windows(model_type="gemma2", sliding_window=7) == (7, None, 7, None)
     assert windows(model_type="gemma3_text", sliding_window=7, sliding_window_pattern=3) == (7, 7, None, 7)
+    assert windows(model_type="qwen3_moe", sliding_window=7) == (None,) * 4
+    assert windows(model_type="qwen3_moe", use_sliding_window=True) == (4096,) * 4
+    assert windows(model_type="mixtral") == (None,) * 4
     assert windows(model_type="smollm3", use_sliding_window=True, sliding_window=7) == (None, None, None, 7)
     kinds = ["full_attention", "sliding_attention"] * 2
     assert windows(model_type="gemma2", sliding_window=7, layer_types=kinds) == (None, 7, None, 7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,19 @@ def test_greedy_equals_generate(tiny: Tiny, shape: str) -> None:
             pad_token_id=0,
         )
         assert request.outputs == expected[0, len(request.prompt) :].tolist()
+
+
+@pytest.mark.parametrize("shape", ["deepseek_v3", "deepseek_v3-wide"])
+def test_latents_are_expanded(tiny: Tiny, shape: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The KV pool has the bytes that were planned, and the log says what it holds."""
+    folder, _ = tiny(shape)
+    with caplog.at_level(logging.INFO):
+        worker = start_worker(engine_config(folder), num_blocks=10, block_size=16)
+    assert worker.cache is not None
+    assert worker.cache.data.nbytes == 10 * worker.get_kv_cache_spec().bytes_per_block
+    numbers, keys, values = {"deepseek_v3": (5 * 32, 5 * 16, 5 * 9), "deepseek_v3-wide": (7 * 22, 7 * 9, 7 * 11)}[shape]
+    text = f"{numbers} numbers for a token and layer ({keys} of keys, {values} of values, the rest padding)"
+    assert text in caplog.text
 
 
 @pytest.mark.parametrize("max_chunk", [1, 3, 7, 64])

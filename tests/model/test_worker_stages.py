@@ -60,7 +60,8 @@ def check(model: Any, requests: list[Running]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "tp", "pp"), [("llama", 1, 2), ("llama", 1, 3), ("llama", 2, 2), ("llama-tied", 1, 3), ("qwen2", 2, 2)]
+    ("shape", "tp", "pp"),
+    [("llama", 1, 2), ("llama", 1, 3), ("llama", 2, 2), ("llama-tied", 1, 3), ("qwen2", 2, 2), ("qwen3_moe", 2, 2)],
 )
 def test_stages_give_the_tokens_of_transformers(rank_host: RankHost, tiny: Tiny, shape: str, tp: int, pp: int) -> None:
     """With chunks, a preemption, slots that are freed and used again, and sampling that is deferred at times."""

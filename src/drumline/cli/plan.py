@@ -15,6 +15,7 @@ from drumline.cli.args import Parser, add_flags, configs, parse
 from drumline.config import DeviceTable, EngineConfig, ParallelConfig, ServerConfig, choose_backend
 from drumline.engine.checks import check_machine, check_model
 from drumline.errors import ConfigError, ExitCode
+from drumline.model.expert_spec import ExpertShare
 from drumline.model.resolve import check_weights, has_own_head
 from drumline.model.spec import DTYPE_BYTES, ModelSpec, kv_spec, read_spec, resolve_dtype
 from drumline.model.stages import stage_layers, stage_weights
@@ -278,11 +279,14 @@ def _shares(config: EngineConfig, devices: DeviceTable) -> str:
 
 def _share_table(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) -> str:
     tp = config.parallel.tensor_parallel_size
-    table = [("TP", "query heads", "KV heads", "vocabulary")]
+    experts = spec.experts
+    table = [("TP", "query heads", "KV heads", "vocabulary", "columns of all experts" if experts else "")]
     for rank, (heads, vocab) in enumerate(zip(spec.heads(tp), vocab_shards(spec.vocab_size, tp), strict=True)):
-        table.append((str(rank), _range(heads.q), _range(heads.kv), _range(vocab)))
+        columns = _range(ExpertShare.of_tp(experts, rank, tp).columns) if experts else ""
+        table.append((str(rank), _range(heads.q), _range(heads.kv), _range(vocab), columns))
+    mixture = f", {experts.num_experts} experts ({experts.top_k} a token) in {len(experts.layers)}" if experts else ""
     return (
-        f"shares of the model ({spec.architecture}: {spec.num_layers} layers, {spec.num_heads} query and "
+        f"shares of the model ({spec.architecture}: {spec.num_layers} layers{mixture}, {spec.num_heads} query and "
         f"{spec.num_kv_heads} KV heads, vocabulary {spec.vocab_size})\n{_table(table)}\n"
         f"{_stage_table(spec, config, devices)}"
     )

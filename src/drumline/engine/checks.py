@@ -52,7 +52,8 @@ def check_model(config: EngineConfig) -> None:
     spec, size = read_spec(config.model.path), config.parallel.tensor_parallel_size
     spec.heads(size)
     stage_layers(spec, config.parallel)
-    width_shards(spec.intermediate_size, size)
+    for width in spec.mlp_widths:
+        width_shards(width, size)
     resolve_max_model_len(config.model.max_model_len, spec)
 
 

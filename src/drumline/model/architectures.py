@@ -8,8 +8,11 @@ wrongly answers fluently and wrongly.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from drumline.model.expert_spec import MoeDefaults
+from drumline.model.latent_spec import LatentDefaults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +29,23 @@ class Architecture:
     max_positions: int = 2048
     tied: bool = False
     windows: str = "none"
-    """Where the sliding window is said: ``none``, ``all`` (in every layer), ``optional`` (``use_sliding_window`` and
-    ``max_window_layers``), ``nope`` (``use_sliding_window``, in layers without rope), ``alternating`` (each other
-    layer, from the first on), ``pattern`` (all layers but each ``sliding_window_pattern``-th, 6th by default).
-    ``layer_types`` goes before the last four."""
+    """Where the sliding window is said: ``none``, ``all`` (in every layer), ``all_or_none`` (``use_sliding_window``,
+    in every layer), ``optional`` (``use_sliding_window`` and ``max_window_layers``), ``nope``
+    (``use_sliding_window``, in layers without rope), ``alternating`` (each other layer, from the first on),
+    ``pattern`` (all layers but each ``sliding_window_pattern``-th, 6th by default). ``layer_types`` goes before the
+    last four."""
     window: int | None = None
     """If the key ``sliding_window`` is missing."""
     norms_all_heads: bool = False
     """Queries and keys are normalised over all heads at once."""
     gated_mlp: bool = True
     """The MLP has three matrices, not two."""
+    experts: MoeDefaults | None = None
+    """If layers have experts in place of an MLP."""
+    latent: LatentDefaults | None = None
+    """If queries, keys and values are made from latents (MLA)."""
+    plan: Mapping[str, str] = field(default_factory=dict)
+    """How modules are split of which the tensor-parallel plan in transformers does not say it (``loader.tp_plan``)."""
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -96,6 +106,61 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         tied=True,
         windows="nope",
     ),
+    "qwen3_moe": Architecture(
+        class_name="Qwen3MoeForCausalLM",
+        folder="qwen3_moe",
+        num_kv_heads=4,
+        max_positions=32768,
+        windows="all_or_none",
+        window=4096,
+        experts=MoeDefaults(where="sparse_step", num_experts=128, top_k=8, width=768),
+    ),
+    "mixtral": Architecture(
+        class_name="MixtralForCausalLM",
+        folder="mixtral",
+        num_kv_heads=8,
+        max_positions=131072,
+        windows="all",
+        experts=MoeDefaults(where="all", num_experts=8, top_k=2),
+    ),
+    "gpt_oss": Architecture(
+        class_name="GptOssForCausalLM",
+        folder="gpt_oss",
+        num_kv_heads=8,
+        head_dim=64,
+        max_positions=131072,
+        windows="alternating",
+        window=128,
+        experts=MoeDefaults(where="all", num_experts=128, top_k=4, interleaved=True),
+        plan={
+            "layers.*.self_attn.q_proj": "colwise",
+            "layers.*.self_attn.k_proj": "colwise",
+            "layers.*.self_attn.v_proj": "colwise",
+            "layers.*.self_attn.o_proj": "rowwise",
+        },
+    ),
+    "deepseek_v3": Architecture(
+        class_name="DeepseekV3ForCausalLM",
+        folder="deepseek_v3",
+        max_positions=4096,
+        latent=LatentDefaults(query_rank=1536, kv_rank=512, rope=64, nope=128, value=128),
+        experts=MoeDefaults(
+            where="after_dense",
+            num_experts=256,
+            top_k=8,
+            width=2048,
+            first_dense=3,
+            shared=1,
+            groups=8,
+            float_router=True,
+        ),
+        plan={
+            "layers.*.self_attn.q_proj": "colwise",
+            "layers.*.self_attn.q_b_proj": "colwise",
+            "layers.*.self_attn.kv_b_proj": "colwise",
+            "layers.*.self_attn.o_proj": "rowwise",
+        },
+    ),
 }
 """By ``model_type`` of config.json."""
 
@@ -107,8 +172,8 @@ _HYBRID = (
     "some of its layers are not softmax attention (linear attention, state space or convolution) and keep a recurrent "
     "state for each sequence, which the block cache here cannot hold"
 )
-_EXPERTS = "it is a mixture of experts, whose experts cannot be split or routed here yet"
-_LATENT = "its attention caches a compressed latent instead of keys and values (MLA), which the cache here cannot hold"
+_EXPERTS = "it is a mixture of experts of a kind that cannot be split or routed here yet"
+_LATENT = "its attention is of another kind of latents (MLA) than the one that is served, DeepSeek-V3's"
 _ENCODER_DECODER = "it is an encoder-decoder: its decoder attends to an encoder's output, and only decoders are served"
 _ENCODER = "it is an encoder without a language-model head: it generates nothing"
 _MULTIMODAL = "it is multimodal: images, sound or video need parts of the model that are not served"
@@ -119,9 +184,9 @@ _FAMILIES: Mapping[str, str] = {
     "mamba mamba2 falcon_mamba rwkv xlstm": _RECURRENT,
     "jamba bamba zamba zamba2 nemotron_h falcon_h1 granitemoehybrid recurrent_gemma lfm2 lfm2_moe qwen3_next "
     "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text minimax kimi_linear bailing_hybrid olmo_hybrid": _HYBRID,
-    "mixtral qwen2_moe qwen3_moe olmoe flex_olmo phimoe granitemoe gpt_oss glm4_moe glm4_moe_lite dbrx ernie4_5_moe "
+    "qwen2_moe olmoe flex_olmo phimoe granitemoe glm4_moe glm4_moe_lite dbrx ernie4_5_moe "
     "hunyuan_v1_moe dots1 minimax_m2 jetmoe": _EXPERTS,
-    "deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa longcat_flash minicpm3": _LATENT,
+    "deepseek_v2 deepseek_v32 glm_moe_dsa longcat_flash minicpm3": _LATENT,
     "t5 mt5 umt5 longt5 switch_transformers bart mbart pegasus marian m2m_100 nllb-moe blenderbot led prophetnet "
     "whisper t5gemma seamless_m4t": _ENCODER_DECODER,
     "bert roberta distilbert xlm-roberta albert electra deberta deberta-v2 modernbert mpnet": _ENCODER,
@@ -176,11 +241,11 @@ def layer_windows(config: Mapping[str, Any], architecture: Architecture, num_lay
     if window is not None and window < 0:
         raise ValueError(f"sliding_window: {window} is no number of tokens")
     window = window or None
-    if how in ("optional", "nope") and not config.get("use_sliding_window", False):
+    if how in ("optional", "nope", "all_or_none") and not config.get("use_sliding_window", False):
         window = None
     if how == "none":
         return (None,) * num_layers
-    if how == "all":
+    if how in ("all", "all_or_none"):
         return (window,) * num_layers
     types = config.get("layer_types") or _default_layer_types(config, architecture, num_layers, window)
     if len(types) != num_layers:

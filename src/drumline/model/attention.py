@@ -22,7 +22,8 @@ one KV head always are consecutive, and every rank has a whole multiple of its K
   masks are a slice of one small matrix instead of T x S.
 - Sliding windows: the cache keeps all tokens; what a window does not reach is not gathered, and the rest of the first
   block is masked. Gathers and masks are made once for each step and window size (:meth:`AttentionBatch.view`).
-- Soft caps (Gemma 2): no kernel of torch has them; matmul, tanh and softmax, in pieces like prefill over context.
+- Soft caps (Gemma 2) and sinks (GPT-OSS: one more logit a query head, which takes weight and gives no value): no kernel
+  of torch has them; matmul and softmax, in pieces like prefill over context.
 - Rejected: flex_attention and a C++ kernel (34 and 72 s to compile, no gain for what CPUs are for here); a
   [blocks, block, Hkv, D] layout (index_select of whole ``block x D`` pieces gives [B, Hkv, S, D] in one copy only with
   heads outside).
@@ -71,6 +72,24 @@ PADDING = 64
 log = logging.getLogger(__name__)
 
 Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How the scores of a layer become weights."""
+
+    scaling: float
+    """Scores are products of queries and keys, times this."""
+    softcap: float | None = None
+    """Then they become cap x tanh(score / cap)."""
+    sinks: torch.Tensor | None = None
+    """[Hq] scores of no key, one more of each query in the softmax."""
+
+    @property
+    def plain(self) -> bool:
+        """A softmax over the scores, as fused kernels have it."""
+        return self.softcap is None and self.sinks is None
+
 
 _CPU = torch.device("cpu")
 
@@ -517,14 +536,19 @@ def paged_attention(
     ctx: AttentionBatch,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls; shapes in the module's docstring."""
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    width = v.shape[-1]
+    if width != k.shape[-1]:  # latent attention: scores do not change, what comes of the padding of values is cut off
+        q, k, v = (functional.pad(x, (0, max(width, k.shape[-1]) - x.shape[-1])) for x in (q, k, v))
     keys_values = torch.stack([k, v], 1)
     write(ctx, layer, keys_values)
-    return attend(ctx, layer, q, keys_values, scaling=scaling, window=sliding_window, softcap=softcap)[None], None
+    out = attend(ctx, layer, q, keys_values, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
+    return out[None, ..., :width], None
 
 
 def write(ctx: AttentionBatch, layer: int, keys_values: torch.Tensor) -> None:
@@ -551,21 +575,22 @@ def attend(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, Hq, D] for queries [T, Hq, D]; the step's own keys and values [T, 2, Hkv, D] are in the cache already.
 
-    ``window``: a query sees so many keys at most, its own included. ``softcap``: scores become cap x tanh(score / cap).
+    ``window``: a query sees so many keys at most, its own included. ``softcap``, ``sinks``: see :class:`Scoring`.
     """
-    view = ctx.view(window)
+    view, scoring = ctx.view(window), Scoring(scaling, softcap, sinks)
     if len(view.placed) == 1 and view.placed[0].tokens is None:
-        return _decode_placed(q, layer, view.placed[0], scaling, softcap)
+        return _decode_placed(q, layer, view.placed[0], scoring)
     if len(view.decodes) == 1 and view.decodes[0].tokens is None:
-        return _decode(q, ctx, layer, view.decodes[0], scaling, softcap)
+        return _decode(q, ctx, layer, view.decodes[0], scoring)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for placed in view.placed:
-        out[placed.tokens] = _decode_placed(q[placed.tokens], layer, placed, scaling, softcap)
+        out[placed.tokens] = _decode_placed(q[placed.tokens], layer, placed, scoring)
     for group in view.decodes:
-        out[group.tokens] = _decode(q[group.tokens], ctx, layer, group, scaling, softcap)
+        out[group.tokens] = _decode(q[group.tokens], ctx, layer, group, scoring)
     for row in view.prefills:
         tokens = slice(row.start, row.start + row.length)
         keys, values = keys_values[tokens].permute(1, 2, 0, 3)
@@ -575,29 +600,25 @@ def attend(
             values = _gathered(ctx.cache.values[layer], row.gather, 1)[0, :, row.skip :]
         queries = q[tokens].transpose(0, 1)
         reached = view.window is None or row.length <= view.window
-        if row.gather is None and reached and softcap is None:
-            out[tokens] = _by_kv_head(queries, keys, values, scaling, is_causal=True)
+        if row.gather is None and reached and scoring.plain:
+            out[tokens] = _by_kv_head(queries, keys, values, scoring, is_causal=True)
         else:
-            out[tokens] = _in_pieces(queries, keys, values, row.context, view, scaling, softcap)
+            out[tokens] = _in_pieces(queries, keys, values, row.context, view, scoring)
     return out
 
 
-def _decode(
-    q: torch.Tensor, ctx: AttentionBatch, layer: int, group: DecodeGroup, scaling: float, softcap: float | None
-) -> torch.Tensor:
+def _decode(q: torch.Tensor, ctx: AttentionBatch, layer: int, group: DecodeGroup, scoring: Scoring) -> torch.Tensor:
     """[B, Hq, D] for queries [B, Hq, D], one for each row of the group."""
     assert ctx.cache is not None
     rows = q.shape[0]
     keys = _gathered(ctx.cache.keys[layer], group.gather, rows)[:, :, : group.max_len]
     values = _gathered(ctx.cache.values[layer], group.gather, rows)[:, :, : group.max_len]
-    return _decode_over(q, keys, values, group.mask, scaling, softcap)
+    return _decode_over(q, keys, values, group.mask, scoring)
 
 
-def _decode_placed(
-    q: torch.Tensor, layer: int, group: PlacedGroup, scaling: float, softcap: float | None
-) -> torch.Tensor:
+def _decode_placed(q: torch.Tensor, layer: int, group: PlacedGroup, scoring: Scoring) -> torch.Tensor:
     """[B, Hq, D] for queries [B, Hq, D], one for each row of the group."""
-    return _decode_over(q, group.keys[layer], group.values[layer], group.mask, scaling, softcap)
+    return _decode_over(q, group.keys[layer], group.values[layer], group.mask, scoring)
 
 
 def _decode_over(
@@ -605,16 +626,16 @@ def _decode_over(
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """[B, Hq, D] for queries [B, Hq, D] over [B, Hkv, S, D]; the query heads of a KV head are packed as query rows."""
     rows, _, dim = q.shape
     packed = q.reshape(rows, keys.shape[1], -1, dim)
-    if softcap is None:
-        out = functional.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scaling)
+    if scoring.plain:
+        out = functional.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scoring.scaling)
     else:
-        out = _capped(packed, keys, values, mask, scaling, softcap)
+        sinks = None if scoring.sinks is None else scoring.sinks.view(keys.shape[1], -1, 1)
+        out = _by_formula(packed, keys, values, mask, scoring, sinks)
     return out.reshape(rows, -1, dim)
 
 
@@ -630,8 +651,7 @@ def _in_pieces(
     values: torch.Tensor,
     context: int,
     view: WindowView,
-    scaling: float,
-    softcap: float | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """[length, Hq, D] for queries [Hq, length, D] that see ``context`` keys before them and each other."""
     length = q.shape[1]
@@ -642,7 +662,7 @@ def _in_pieces(
         first = 0 if view.window is None else max(context + start + 1 - view.window, 0)
         mask = view.piece_mask(end - count, count, q)[:, first:]
         piece = q[:, start : start + count]
-        pieces.append(_by_kv_head(piece, keys[:, first:end], values[:, first:end], scaling, softcap=softcap, mask=mask))
+        pieces.append(_by_kv_head(piece, keys[:, first:end], values[:, first:end], scoring, mask=mask))
     return torch.cat(pieces)
 
 
@@ -650,9 +670,8 @@ def _by_kv_head(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    scaling: float,
+    scoring: Scoring,
     *,
-    softcap: float | None = None,
     mask: torch.Tensor | None = None,
     is_causal: bool = False,
 ) -> torch.Tensor:
@@ -661,31 +680,40 @@ def _by_kv_head(
     heads, length, _ = keys.shape
     group = num_q // heads
     grouped = q.reshape(heads, group, count, dim)
-    if softcap is not None:
-        out = _capped(grouped, keys[:, None], values[:, None], mask, scaling, softcap)
+    if not scoring.plain:
+        sinks = None if scoring.sinks is None else scoring.sinks.view(heads, group, 1, 1)
+        out = _by_formula(grouped, keys[:, None], values[:, None], mask, scoring, sinks)
         return out.reshape(num_q, count, dim).transpose(0, 1)
     keys = keys[:, None].expand(heads, group, length, dim)
     values = values[:, None].expand(heads, group, length, dim)
     out = functional.scaled_dot_product_attention(
-        grouped, keys, values, attn_mask=mask, is_causal=is_causal, scale=scaling
+        grouped, keys, values, attn_mask=mask, is_causal=is_causal, scale=scoring.scaling
     )
     return out.reshape(num_q, count, dim).transpose(0, 1)
 
 
-def _capped(
+def _by_formula(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float,
+    scoring: Scoring,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with soft-capped scores, softmax in float32; no fused kernel of torch has it."""
-    scores = (q * (scaling / softcap)) @ keys.transpose(-1, -2)
-    scores = scores.tanh_().mul_(softcap)
+    """Attention by matrix products, softmax in float32: with soft caps and sinks, which no fused kernel of torch has.
+
+    ``sinks``: those of ``scoring`` in a shape that fits the scores, whose last dimension is keys.
+    """
+    cap = 1.0 if scoring.softcap is None else scoring.softcap
+    scores = (q * (scoring.scaling / cap)) @ keys.transpose(-1, -2)
+    if scoring.softcap is not None:
+        scores = scores.tanh_().mul_(cap)
     if mask is not None:
         scores = scores.add_(mask) if mask.dtype != torch.bool else scores.masked_fill_(~mask, float("-inf"))
-    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ values
+    count = scores.shape[-1]
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1, dtype=torch.float32)[..., :count].to(q.dtype) @ values
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:

@@ -7,8 +7,10 @@
    linears just become smaller. Row-parallel ones become :class:`RowParallelLinear` (all-reduce, then bias). Packed
    linears (Phi-3's query, key and value in one) become smaller in each of their pieces. A norm over the width of all
    heads (OLMo 2) becomes :class:`SplitRMSNorm`. Embedding and head are split by vocabulary, whatever the plan says, so
-   that no rank holds a whole one; the head's logits stay split (``sampling``).
+   that no rank holds a whole one; the head's logits stay split (``sampling``). Blocks of experts become
+   :class:`MoeBlock`, with experts that each rank has a part of (``expert_weights``).
 3. Each parameter is read by ``safe_open(...).get_slice(name)[range]``: a tensor that is to be split is not read whole.
+   Experts are many tensors of a checkpoint and one here, so what is read are pieces of parameters.
 4. Buffers that are not in checkpoints (rotary frequencies) are made by building their module anew.
 
 Plans of transformers gather the output of some linears (packed ones; OLMo 2's, for its norms), since its own tensor
@@ -24,7 +26,7 @@ import copy
 import importlib
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,15 @@ from torch import nn
 
 from drumline.errors import ConfigError, UnsupportedModelError
 from drumline.model import attention
+from drumline.model.architectures import ARCHITECTURES
+from drumline.model.expert_spec import ExpertShare
+from drumline.model.expert_weights import expert_pieces, put_experts
+from drumline.model.experts import Experts
 from drumline.model.layers import RowParallelLinear, SplitRMSNorm, TPGroup, VocabParallelEmbedding
 from drumline.model.slices import Slice, checkpoint_name, cut
 from drumline.model.spec import ModelSpec
-from drumline.model.weights import DummyWeights, Part, SafetensorsWeights, WeightSource
-from drumline.parallel.shards import Range, vocab_shards, width_shards
+from drumline.model.weights import DummyWeights, Part, Piece, SafetensorsWeights, WeightSource
+from drumline.parallel.shards import WIDTH_MULTIPLE, Range, vocab_shards, width_shards
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +56,6 @@ _WHOLE_STYLES = frozenset({"replicated_with_grad_allreduce"})
 _HEAD = "lm_head.weight"
 _ROWS_AT_ONCE = 4096
 """Rows of head and embedding that are compared at once, since comparing may convert them."""
-_WIDTH_MULTIPLE = 16
-"""MLP ranges begin at whole cache lines of float32."""
 
 
 def load_model(
@@ -81,6 +85,7 @@ def load_model(
     model = _build(spec, folder, dtype)
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     cut(model, part)
+    shares = put_experts(model, spec, dtype, group)
     parts = _split(model, spec, part, dtype, group)
     source: WeightSource = (
         DummyWeights(seed) if load_format == "dummy" else SafetensorsWeights(Path(folder), model.base_model_prefix)
@@ -92,16 +97,32 @@ def load_model(
         _untie(model)
         if group.rank_in_group == 0:
             log.warning("config.json ties the head to the embedding, but the weights have another head: it is taken")
-    names = {name: checkpoint_name(name, part) for name, _ in model.named_parameters()}
+    names = {name: checkpoint_name(name, part) for name in _stored_names(model)}
     if spec.tied:
         names |= _tied_names(source, f"{embedding}.weight", names)
-    source.check(list(names.values()), f"{folder}")
-    _fill(model, names, parts, source, dtype, device, progress)
+    pieces = _pieces(model, spec, names, parts, shares, source)
+    source.check([piece.source for piece in pieces], f"{folder}")
+    _fill(model, pieces, source, device, progress)
     if tie_here:
         _tie(model)
     _rebuild_buffers(model, device, max_model_len or spec.default_max_model_len)
+    if spec.latent is not None and group.rank_in_group == 0:
+        _log_latent(spec)
     loaded: nn.Module = model.eval().requires_grad_(False)
     return loaded
+
+
+def _log_latent(spec: ModelSpec) -> None:
+    assert spec.latent is not None
+    latent, padded = spec.latent, 2 * spec.head_dim * spec.num_heads
+    log.info(
+        "keys and values are cached as they are expanded for each head, %d numbers for a token and layer (%d of keys, "
+        "%d of values, the rest padding); the latent that they are made from has %d",
+        padded,
+        spec.num_heads * latent.key,
+        spec.num_heads * latent.value,
+        latent.kv_rank + latent.rope,
+    )
 
 
 def vocab_range(spec: ModelSpec, group: TPGroup) -> Range:
@@ -115,6 +136,8 @@ def _build(spec: ModelSpec, folder: str | Path, dtype: torch.dtype) -> Any:
     config = model_class.config_class.from_pretrained(str(folder), local_files_only=True)
     if getattr(config, "sliding_window", None) == 0:
         config.sliding_window = None  # what the masks take for no window
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False  # for training: they would be kept for a loss
     with torch.device("meta"):
         return model_class._from_config(config, attn_implementation=attention.NAME, dtype=dtype)
 
@@ -153,12 +176,13 @@ def _tied_names(source: WeightSource, embedding: str, names: Mapping[str, str]) 
 # --- parallel layers -------------------------------------------------------------------------------------------------
 
 
-def tp_plan(model: Any) -> dict[str, str]:
-    """Module name pattern (``*`` stands for a layer number) to style, from the model's configuration and class."""
+def tp_plan(model: Any, more: Mapping[str, str]) -> dict[str, str]:
+    """Module name pattern (``*`` stands for a layer number) to style, from the model's configuration and class;
+    ``more`` is added to that of the configuration."""
     prefix = model.base_model_prefix
     base: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
     own: Mapping[str, str] = getattr(type(model), "_tp_plan", None) or {}
-    return {f"{prefix}.{name}": style for name, style in base.items()} | dict(own)
+    return {f"{prefix}.{name}": style for name, style in (dict(base) | dict(more)).items()} | dict(own)
 
 
 def _split(model: Any, spec: ModelSpec, part: Slice, dtype: torch.dtype, group: TPGroup) -> dict[str, Part]:
@@ -166,13 +190,14 @@ def _split(model: Any, spec: ModelSpec, part: Slice, dtype: torch.dtype, group: 
     if group.size == 1:
         return {}
     parts: dict[str, Part] = {}
-    plan = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in tp_plan(model).items()}
+    styles = tp_plan(model, ARCHITECTURES[spec.model_type].plan)
+    plan = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in styles.items()}
     if not plan:
         raise UnsupportedModelError(f"{spec.architecture} has no tensor-parallel plan: use --tensor-parallel-size 1")
     embedding = model.get_input_embeddings()
     for name, module in list(model.named_modules()):
         style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), None)
-        if style is None or style in _WHOLE_STYLES or module is embedding or isinstance(module, nn.Identity):
+        if style is None or style in _WHOLE_STYLES or module is embedding or isinstance(module, nn.Identity | Experts):
             continue  # the embedding is split by vocabulary below; plans of some versions name it, of some not
         if not isinstance(module, nn.Linear) or style not in _COLUMN_STYLES | _ROW_STYLES:
             raise UnsupportedModelError(f"{spec.architecture}: cannot split {name} as the model's plan says ({style})")
@@ -181,16 +206,22 @@ def _split(model: Any, spec: ModelSpec, part: Slice, dtype: torch.dtype, group: 
             parts |= _split_columns(model, name, module, ranges, dtype)
         else:
             parts |= _split_rows(model, name, module, ranges, dtype, group)
-    parts |= _split_norms(model, spec, dtype, group)
+    parts |= _split_norms(model, spec, dtype, group) | _split_sinks(model, spec, dtype, group)
     _tell_heads(model, spec, group)
     return parts | (_split_embedding(model, spec, dtype, group) if part.first else {})
 
 
 def _ranges_of(name: str, module: nn.Linear, spec: ModelSpec, group: TPGroup) -> tuple[Range, ...]:
     """This rank's ranges of the split dimension of a linear: by heads in attention, by vocabulary in the head."""
-    rank, size, dim = group.rank_in_group, group.size, spec.head_dim
+    rank, size, dim, latent = group.rank_in_group, group.size, spec.head_dim, spec.latent
     heads = spec.heads(size)[rank]
     match name.rpartition(".")[2]:
+        case "q_proj" | "q_b_proj" if latent is not None:
+            return (heads.q.scaled(latent.key),)
+        case "kv_b_proj" if latent is not None:  # of each head its key and value
+            return (heads.q.scaled(latent.nope + latent.value),)
+        case "o_proj" if latent is not None:
+            return (heads.q.scaled(latent.value),)
         case "q_proj" | "o_proj" | "dense":
             return (heads.q.scaled(dim),)
         case "k_proj" | "v_proj":
@@ -202,13 +233,13 @@ def _ranges_of(name: str, module: nn.Linear, spec: ModelSpec, group: TPGroup) ->
         case "query_key_value":  # of each head its query, key and value
             return (heads.q.scaled(3 * dim),)
         case "gate_up_proj":
-            gate = width_shards(module.out_features // 2, size, _WIDTH_MULTIPLE)[rank]
+            gate = width_shards(module.out_features // 2, size, WIDTH_MULTIPLE)[rank]
             return gate, gate.shifted(module.out_features // 2)
         case "lm_head":
             return (vocab_range(spec, group),)
         case leaf:
             rows = leaf in ("down_proj", "dense_4h_to_h")
-            return (width_shards(module.in_features if rows else module.out_features, size, _WIDTH_MULTIPLE)[rank],)
+            return (width_shards(module.in_features if rows else module.out_features, size, WIDTH_MULTIPLE)[rank],)
 
 
 def _split_columns(
@@ -227,7 +258,11 @@ def _split_rows(
     model: Any, name: str, module: nn.Linear, ranges: tuple[Range, ...], dtype: torch.dtype, group: TPGroup
 ) -> dict[str, Part]:
     part = Part((module.out_features, module.in_features), 1, ranges)
-    small = RowParallelLinear(part.shape[1], module.out_features, module.bias is not None, dtype, group)
+    small: nn.Module
+    if name.endswith(".shared_experts.down_proj"):  # their block sums over the group
+        small = nn.Linear(part.shape[1], module.out_features, bias=False, device="meta", dtype=dtype)
+    else:
+        small = RowParallelLinear(part.shape[1], module.out_features, module.bias is not None, dtype, group)
     model.set_submodule(name, small)
     return {f"{name}.weight": part}
 
@@ -248,6 +283,17 @@ def _split_norms(model: Any, spec: ModelSpec, dtype: torch.dtype, group: TPGroup
         counts = leaf == "q_norm" or first_of_head == rank
         model.set_submodule(name, SplitRMSNorm(range_.size, width, norm.variance_epsilon, counts, dtype, group))
         parts[f"{name}.weight"] = Part((width,), 0, (range_,))
+    return parts
+
+
+def _split_sinks(model: Any, spec: ModelSpec, dtype: torch.dtype, group: TPGroup) -> dict[str, Part]:
+    """Attention sinks, one number a query head."""
+    heads = spec.heads(group.size)[group.rank_in_group].q
+    parts: dict[str, Part] = {}
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "sinks", None), nn.Parameter):
+            module.sinks = nn.Parameter(torch.empty(heads.size, dtype=dtype, device="meta"), requires_grad=False)
+            parts[f"{name}.sinks"] = Part((spec.num_heads,), 0, (heads,))
     return parts
 
 
@@ -273,33 +319,73 @@ def _split_embedding(model: Any, spec: ModelSpec, dtype: torch.dtype, group: TPG
 # --- content ---------------------------------------------------------------------------------------------------------
 
 
-def _fill(
+def _stored_names(model: Any) -> list[str]:
+    """Parameters and buffers that checkpoints have; shared ones once."""
+    stored = model.state_dict(keep_vars=True)
+    return [name for name, _ in [*model.named_parameters(), *model.named_buffers()] if name in stored]
+
+
+def _pieces(
     model: Any,
+    spec: ModelSpec,
     names: Mapping[str, str],
     parts: Mapping[str, Part],
+    shares: Mapping[str, ExpertShare],
     source: WeightSource,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress,
-) -> None:
-    """Give every parameter memory and content. ``names``: of each parameter its name in the source."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    total = sum(torch.Size(shape).numel() for shape in shapes.values())
+) -> list[Piece]:
+    """Where everything comes from. ``names``: of each parameter or buffer its name in the source."""
+    tensors = model.state_dict(keep_vars=True)
+    pieces, done = [], set()
+    for name, stored in names.items():
+        module = name.rpartition(".")[0]
+        if module not in shares:
+            pieces.append(Piece(name, stored, tuple(tensors[name].shape), parts.get(name)))
+        elif module not in done:
+            done.add(module)
+            of_experts = expert_pieces(module, stored.rpartition(".")[0], shares[module], spec, source)
+            pieces += [piece for piece in of_experts if piece.target in tensors]
+    return pieces
+
+
+def _fill(model: Any, pieces: Sequence[Piece], source: WeightSource, device: torch.device, progress: Progress) -> None:
+    """Give every parameter (and buffer of checkpoints) memory and content, in the type that it has already."""
+    wanted = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta}
+    total = sum(wanted[name].numel() for name in {piece.target for piece in pieces})
     done, reported = 0, 0.0
-    targets = {source_name: name for name, source_name in names.items()}
-    for source_name in source.order(list(targets)):
-        name = targets[source_name]
-        tensor = source.read(source_name, shapes[name], parts.get(name))
-        if tuple(tensor.shape) != shapes[name]:
-            raise ConfigError(f"{name}: got {list(tensor.shape)} where {list(shapes[name])} is needed")
-        # A copy in any case: a view would keep the file mapped, and break if somebody rewrites it.
-        own = tensor.to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
-        module_name, _, leaf = name.rpartition(".")
-        model.get_submodule(module_name).register_parameter(leaf, nn.Parameter(own, requires_grad=False))
-        done += own.numel()
+    by_source = {piece.source: piece for piece in pieces}
+    for name in source.order(list(by_source)):
+        done += _put(model, by_source[name], wanted[by_source[name].target], source, device)
         if done / total >= reported + 0.05 or done == total:
             reported = done / total
             progress(reported)
+
+
+def _put(model: Any, piece: Piece, wanted: torch.Tensor, source: WeightSource, device: torch.device) -> int:
+    """Read a piece and put it in its place; how many numbers it has. ``wanted``: its target, without memory."""
+    tensor = source.read(piece.source, piece.shape, piece.part)
+    if piece.arrange is not None:
+        tensor = piece.arrange(tensor)
+    like = wanted if piece.index is None else wanted[piece.index]
+    if tensor.shape != like.shape:
+        raise ConfigError(f"{piece.source}: got {list(tensor.shape)} where {list(like.shape)} is needed")
+    module_name, _, leaf = piece.target.rpartition(".")
+    module = model.get_submodule(module_name)
+    if piece.index is None:
+        # A copy in any case: a view would keep the file mapped, and break if somebody rewrites it.
+        own = tensor.to(device=device, dtype=wanted.dtype, copy=True, memory_format=torch.contiguous_format)
+        _register(module, leaf, own)
+    else:
+        if getattr(module, leaf).is_meta:
+            _register(module, leaf, torch.empty(wanted.shape, dtype=wanted.dtype, device=device))
+        getattr(module, leaf)[piece.index].copy_(tensor)
+    return tensor.numel()
+
+
+def _register(module: nn.Module, leaf: str, tensor: torch.Tensor) -> None:
+    if leaf in dict(module.named_buffers(recurse=False)):
+        module.register_buffer(leaf, tensor)
+    else:
+        module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
 
 
 def _rebuild_buffers(model: Any, device: torch.device, max_model_len: int) -> None:

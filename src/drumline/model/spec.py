@@ -15,6 +15,8 @@ from typing import Any
 from drumline.config import DTYPE_ALIASES, LEAST_MODEL_LEN
 from drumline.errors import ConfigError, UnsupportedModelError
 from drumline.model.architectures import ARCHITECTURES, Architecture, layer_windows, why_refused
+from drumline.model.expert_spec import ExpertsSpec, read_experts
+from drumline.model.latent_spec import LatentSpec, read_latent
 from drumline.parallel.shards import HeadShard, attention_shards
 from drumline.plan.kv import KVSpec
 
@@ -34,9 +36,11 @@ class ModelSpec:
     num_layers: int
     hidden_size: int
     intermediate_size: int
+    """Of the MLP of layers without experts."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Of keys and values as they are cached; queries of most models have it too."""
     vocab_size: int
     max_positions: int
     """Longest sequence in tokens that the model was made for."""
@@ -54,6 +58,10 @@ class ModelSpec:
     first_positions: int | None = None
     """Longest sequence in tokens of the first training, where rotary frequencies have a set for these and another one
     for longer ones (``longrope``)."""
+    experts: ExpertsSpec | None = None
+    """If there are layers with experts."""
+    latent: LatentSpec | None = None
+    """If keys and values are made from latents."""
 
     @property
     def modeling_module(self) -> str:
@@ -61,11 +69,23 @@ class ModelSpec:
         folder = ARCHITECTURES[self.model_type].folder
         return f"transformers.models.{folder}.modeling_{folder}"
 
-    @property
-    def layer_weights(self) -> int:
+    def layer_weights(self, layer: int) -> int:
         """Number of weights in the matrices of one layer (norms and biases, less than a hundredth, left out)."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
-        return self.hidden_size * (attention + (3 if self.gated_mlp else 2) * self.intermediate_size)
+        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
+        if self.latent is not None:
+            attention = self.latent.weights(self.hidden_size, self.num_heads)
+        if self.experts is not None and layer in self.experts.layers:
+            return attention + self.experts.weights(self.hidden_size)
+        return attention + (3 if self.gated_mlp else 2) * self.intermediate_size * self.hidden_size
+
+    @property
+    def mlp_widths(self) -> tuple[int, ...]:
+        """Intermediate sizes, each of which is split over the ranks of a TP group."""
+        if self.experts is None:
+            return (self.intermediate_size,)
+        dense = (self.intermediate_size,) if len(self.experts.layers) < self.num_layers else ()
+        shared = (self.experts.shared_width,) if self.experts.shared_width else ()
+        return (*dense, self.experts.width, *shared)
 
     @property
     def vocabulary_weights(self) -> int:
@@ -125,6 +145,9 @@ def _make_spec(config: Mapping[str, Any], model_type: str, architecture: Archite
     hidden = int(config["hidden_size"])
     kv_heads = config.get("num_key_value_heads", architecture.num_kv_heads) if model_type != "gpt_neox" else None
     head_dim = config.get("head_dim", architecture.head_dim) if model_type != "gpt_neox" else None
+    latent = read_latent(config, architecture.latent)
+    if latent is not None:  # expanded keys and values, the narrower ones padded in the cache
+        kv_heads, head_dim = heads, max(latent.key, latent.value)
     return ModelSpec(
         model_type=model_type,
         architecture=architecture.class_name,
@@ -142,6 +165,8 @@ def _make_spec(config: Mapping[str, Any], model_type: str, architecture: Archite
         gated_mlp=architecture.gated_mlp,
         norms_all_heads=architecture.norms_all_heads,
         first_positions=_first_positions(config),
+        experts=read_experts(config, architecture.experts, layers),
+        latent=latent,
     )
 
 
@@ -172,6 +197,11 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: Architecture, n
         )
     if quantised := config.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
+        if method == "mxfp4":
+            raise UnsupportedModelError(
+                f"{name}: checkpoints in MXFP4 cannot be served yet: their experts are 4-bit numbers in blocks with a "
+                "common exponent, and the products here take floats of 16 and 32 bits; take a checkpoint in bfloat16"
+            )
         raise UnsupportedModelError(
             f"{name}: quantised checkpoints{f' ({method})' if method else ''} cannot be served yet; take the "
             "unquantised model"

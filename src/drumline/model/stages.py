@@ -1,8 +1,8 @@
 """Which layers each pipeline stage has, and what that weighs: arithmetic on the spec. No torch.
 
-A step of decoding reads every weight of a stage once, so the number of weights is what a layer costs. The head is a
-matrix like any other and costs what it weighs, which for a small model with a large vocabulary is many layers; the
-embedding is looked up, which costs next to nothing.
+A step of decoding reads every weight of a stage once, so the number of weights is what a layer costs (a full batch
+needs all experts). The head is a matrix like any other and costs what it weighs, which for a small model with a large
+vocabulary is many layers; the embedding is looked up, which costs next to nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def stage_layers(spec: ModelSpec, parallel: ParallelConfig) -> tuple[Range, ...]
     stages = parallel.pipeline_parallel_size
     if parallel.pp_layer_partition:
         return layer_partition(spec.num_layers, stages, parallel.pp_layer_partition)
-    return pipeline_split([float(spec.layer_weights)] * spec.num_layers, 0.0, float(spec.vocabulary_weights), stages)
+    costs = [float(spec.layer_weights(layer)) for layer in range(spec.num_layers)]
+    return pipeline_split(costs, 0.0, float(spec.vocabulary_weights), stages)
 
 
 def stage_weights(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
@@ -29,7 +30,7 @@ def stage_weights(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, ...]:
     A tied embedding is on the first stage and once more, as the head, on the last.
     """
     stages = stage_layers(spec, parallel)
-    weights = [layers.size * spec.layer_weights for layers in stages]
+    weights = [sum(spec.layer_weights(layer) for layer in range(*layers)) for layers in stages]
     weights[0] += spec.vocabulary_weights
     if not spec.tied or len(stages) > 1:
         weights[-1] += spec.vocabulary_weights

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +22,8 @@ _FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float
 ALIASES = {"lm_head.weight": "embed_out.weight"}
 """Names of parameters in the transformers model, and what checkpoints may call them instead (GPT-NeoX)."""
 _HEADS = {*ALIASES, *ALIASES.values()}
+_MIXTRAL = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
+_MIXTRAL_EXPERT = re.compile(r"\.experts\.(\d+)\.w([123])\.")
 
 
 @dataclass(frozen=True)
@@ -32,19 +36,45 @@ class Part:
     full: tuple[int, ...]
     dim: int
     ranges: tuple[Range, ...]
+    stack: Range | None = None
+    """What of dimension 0, if another one is ``dim`` (some experts of all); None: all of it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the part."""
-        size = sum(range_.size for range_ in self.ranges)
-        return tuple(size if dim == self.dim else full for dim, full in enumerate(self.full))
+        shape = list(self.full)
+        if self.stack is not None:
+            shape[0] = self.stack.size
+        shape[self.dim] = sum(range_.size for range_ in self.ranges)
+        return tuple(shape)
 
     def indices(self) -> list[tuple[slice, ...]]:
         """Index of each range in the whole."""
+        index = [slice(None) for _ in self.full]
+        if self.stack is not None:
+            index[0] = self.stack.as_slice()
         return [
-            tuple(range_.as_slice() if dim == self.dim else slice(None) for dim in range(len(self.full)))
+            tuple(range_.as_slice() if dim == self.dim else every for dim, every in enumerate(index))
             for range_ in self.ranges
         ]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is read of one tensor of a checkpoint, and where it goes."""
+
+    target: str
+    """Name of a parameter or buffer of the model."""
+    source: str
+    """Name of the tensor."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    part: Part | None = None
+    """None: all of it."""
+    index: tuple[int | slice, ...] | None = None
+    """Place in the parameter; None: it is the whole parameter."""
+    arrange: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """What was read as the parameter has it; None: as it is."""
 
 
 class WeightSource(Protocol):
@@ -71,12 +101,15 @@ class SafetensorsWeights:
         the base model alone leaves it out in all of them; transformers reads such ones too."""
         self._folder = folder
         self._files = _tensor_files(folder)
+        bare = bool(base) and not any(name.startswith(f"{base}.") for name in self._files)
         self._stored = {
+            known: name
+            for name in self._files
+            if (known := _name_of_today(f"{base}.{name}" if bare and name not in _HEADS else name)) != name
+        }
+        self._stored |= {
             name: other for name, other in ALIASES.items() if name not in self._files and other in self._files
         }
-        if base and not any(name.startswith(f"{base}.") for name in self._files):
-            bare = {f"{base}.{name}": name for name in self._files if name not in _HEADS}
-            self._stored |= bare
         self._files |= {name: self._files[other] for name, other in self._stored.items()}
         self._open: tuple[str, Any] | None = None
 
@@ -121,6 +154,12 @@ class SafetensorsWeights:
         return self._open[1]
 
 
+def _name_of_today(name: str) -> str:
+    """Experts of Mixtral as those of other models are called."""
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    return _MIXTRAL_EXPERT.sub(lambda found: f".experts.{found[1]}.{_MIXTRAL[found[2]]}.", name)
+
+
 def _open_file(path: Path) -> Any:
     try:
         return safe_open(str(path), framework="pt")
@@ -149,9 +188,10 @@ def _tensor_files(folder: Path) -> dict[str, str]:
 class DummyWeights:
     """Random weights of which a rank makes only its part.
 
-    One table of normal numbers comes from the seed. A row of a parameter is a window of it, at a place that follows
-    from the parameter's name and the row's number: any part of any row costs just its own copy. Row numbers are
-    multiplied by an odd number modulo the table's (power of two) size, so rows of one parameter never coincide.
+    One table of normal numbers comes from the seed. A row (the last dimension) of a parameter is a window of it, at a
+    place that follows from the parameter's name and the row's number: any part of any row costs just its own copy. Row
+    numbers are multiplied by an odd number modulo the table's (power of two) size, so rows of one parameter never
+    coincide.
     """
 
     SIZE = 1 << 22
@@ -182,9 +222,8 @@ class DummyWeights:
         return pieces[0] if part is None or len(pieces) == 1 else torch.cat(pieces, part.dim)
 
     def _piece(self, name: str, full: tuple[int, ...], index: tuple[slice, ...]) -> torch.Tensor:
-        rows = torch.arange(full[0] if len(full) == 2 else 1)[index[0] if len(full) == 2 else slice(None)]
+        rows = torch.arange(math.prod(full[:-1])).view(full[:-1])[index[:-1]]
         columns = range(full[-1])[index[-1]]
         place = zlib.crc32(name.encode())
         starts = (place + rows * (2 * (place >> 8) + 1)) % self.SIZE + columns.start
-        windows = self._table.unfold(0, len(columns), 1)
-        return windows[starts].view([len(range(size)[one]) for size, one in zip(full, index, strict=True)])
+        return self._table.unfold(0, len(columns), 1)[starts]

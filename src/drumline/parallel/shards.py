@@ -25,6 +25,9 @@ from typing import NamedTuple
 
 from drumline.errors import ConfigError
 
+WIDTH_MULTIPLE = 16
+"""Ranges of an MLP's or an expert's width begin at whole cache lines of float32 where they can."""
+
 
 class Range(NamedTuple):
     """Half-open range ``start .. stop - 1``."""
