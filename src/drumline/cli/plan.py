@@ -15,11 +15,12 @@ from drumline.cli.args import Parser, add_flags, configs, parse
 from drumline.config import DeviceTable, EngineConfig, ParallelConfig, ServerConfig, choose_backend
 from drumline.engine.checks import check_machine, check_model
 from drumline.errors import ConfigError, ExitCode
-from drumline.model.expert_spec import ExpertShare
+from drumline.model.expert_spec import ExpertShare, ExpertsSpec
 from drumline.model.resolve import check_weights, has_own_head
 from drumline.model.spec import DTYPE_BYTES, ModelSpec, kv_spec, read_spec, resolve_dtype
 from drumline.model.stages import stage_layers, stage_weights
 from drumline.parallel.boxes import MAIL_BYTES
+from drumline.parallel.experts import Placement
 from drumline.parallel.layout import (
     GroupKind,
     Layout,
@@ -203,9 +204,10 @@ def _groups(parallel: ParallelConfig) -> str:
         size = layout.group_size(kind)
         shown = " ".join(f"[{','.join(map(str, group))}]" for group in groups) if size > 1 else "each rank alone"
         note = ""
-        if size > 1 and not parallel.enable_expert_parallel:
+        made = parallel.enable_eplb if kind is GroupKind.EPLB else parallel.enable_expert_parallel
+        if size > 1 and not made:
             if kind in EXPERTS_ONLY:
-                note = "with --enable-expert-parallel only"
+                note = f"with {'--enable-eplb' if kind is GroupKind.EPLB else '--enable-expert-parallel'} only"
             elif kind is GroupKind.WORLD and parallel.data_parallel_size > 1:
                 note = "without it each engine is a world of its own"
         table.append((kind.name, str(size), shown, note))
@@ -280,16 +282,30 @@ def _shares(config: EngineConfig, devices: DeviceTable) -> str:
 def _share_table(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) -> str:
     tp = config.parallel.tensor_parallel_size
     experts = spec.experts
-    table = [("TP", "query heads", "KV heads", "vocabulary", "columns of all experts" if experts else "")]
+    split = experts is not None and not config.parallel.enable_expert_parallel
+    table = [("TP", "query heads", "KV heads", "vocabulary", "columns of all experts" if split else "")]
     for rank, (heads, vocab) in enumerate(zip(spec.heads(tp), vocab_shards(spec.vocab_size, tp), strict=True)):
-        columns = _range(ExpertShare.of_tp(experts, rank, tp).columns) if experts else ""
+        columns = _range(ExpertShare.of_tp(experts, rank, tp).columns) if experts and split else ""
         table.append((str(rank), _range(heads.q), _range(heads.kv), _range(vocab), columns))
     mixture = f", {experts.num_experts} experts ({experts.top_k} a token) in {len(experts.layers)}" if experts else ""
     return (
         f"shares of the model ({spec.architecture}: {spec.num_layers} layers{mixture}, {spec.num_heads} query and "
         f"{spec.num_kv_heads} KV heads, vocabulary {spec.vocab_size})\n{_table(table)}\n"
+        f"{_expert_table(experts, config.parallel) if experts and not split else ''}"
         f"{_stage_table(spec, config, devices)}"
     )
+
+
+def _expert_table(experts: ExpertsSpec, parallel: ParallelConfig) -> str:
+    """Whole experts of each rank of an EP group, as they are at first."""
+    redundant, ranks = parallel.eplb_config.num_redundant_experts, parallel.expert_parallel_size
+    placement = Placement.linear(experts.num_experts, redundant, ranks)
+    table = [("EP", "experts of each layer" + (", at first" if parallel.enable_eplb else ""))]
+    for rank in range(ranks):
+        held = placement.of_rank(rank)
+        text = _range(Range(held[0], held[-1] + 1)) if held[0] <= held[-1] else ",".join(map(str, held))
+        table.append((str(rank), text))
+    return f"{_table(table)}\n"
 
 
 def _stage_table(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) -> str:

@@ -80,7 +80,6 @@ _NOT_BUILT = (
     "decode_context_parallel_size",
     "data_parallel_size",
     "nnodes",
-    "enable_expert_parallel",
 )
 
 

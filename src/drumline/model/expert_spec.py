@@ -60,7 +60,10 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """What of a layer's experts a rank has: of ``experts`` the ``columns`` of their width."""
+    """What of a layer's experts a rank has: of ``experts`` the ``columns`` of their width.
+
+    ``experts`` are slots (``parallel.experts``) in the model's order: behind the last expert comes the first one again.
+    """
 
     experts: Range
     columns: Range
@@ -69,6 +72,11 @@ class ExpertShare:
     def of_tp(cls, spec: ExpertsSpec, rank: int, size: int) -> ExpertShare:
         """All experts, a range of the width. ConfigError if there are more ranks than columns."""
         return cls(Range(0, spec.num_experts), width_shards(spec.width, size, WIDTH_MULTIPLE)[rank])
+
+    @classmethod
+    def of_ep(cls, spec: ExpertsSpec, slots: Range) -> ExpertShare:
+        """The experts of these slots, whole."""
+        return cls(slots, Range(0, spec.width))
 
 
 def read_experts(config: Mapping[str, Any], defaults: MoeDefaults | None, num_layers: int) -> ExpertsSpec | None:
