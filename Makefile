@@ -98,6 +98,7 @@ check: dev
 bench: dev
 	$(BIN)/python bench/all_reduce.py
 	$(BIN)/python bench/stage_messages.py
+	$(BIN)/python bench/pipeline_overlap.py
 	$(BIN)/python bench/transport.py $(if $(VLLM),--vllm '$(dir $(VLLM))python') $(if $(RAY),--ray '$(RAY)')
 	$(BIN)/python bench/executor_rpc.py $(if $(VLLM),--vllm '$(dir $(VLLM))python')
 	$(BIN)/python bench/offline_vs_transformers.py

@@ -7,10 +7,11 @@ nothing.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False
+"""True for type checkers. typing's own would cost 20 ms in which the command could not yet take care of ctrl-C."""
 if TYPE_CHECKING:
+    from typing import Any
+
     from drumline import errors as errors
     from drumline.config import CacheConfig as CacheConfig
     from drumline.config import EngineConfig as EngineConfig
@@ -82,6 +83,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    import importlib
+
     if name == "__version__":
         value: Any = _version()
     elif name == "errors":

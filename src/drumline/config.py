@@ -106,7 +106,9 @@ class Device:
     uuid: str = ""
     """Name that stays the same whatever the order; passed through untouched."""
     memory: int = 0
-    """Total memory in bytes."""
+    """Total memory in bytes; 0: unknown."""
+    free: int = 0
+    """Bytes that nobody uses, at the time of the table; 0: unknown."""
     bus: str = ""
     """Address on the PCI bus, such as ``0000:3b:00.0``; empty: unknown."""
     numa_node: int | None = None
@@ -181,6 +183,9 @@ class ParallelConfig:
     """How one model is spread over ranks. World size = TP x PP x PCP; DP multiplies engines, not the world."""
 
     tensor_parallel_size: int = 1
+    tp_weights: tuple[int, ...] | str = ()
+    """In what proportions the TP ranks share heads, MLP widths and vocabulary: a whole number for each, such as 2, 1, 1
+    for unlike devices; ``auto``: from the free memory of the devices; empty: evenly."""
     pipeline_parallel_size: int = 1
     pp_layer_partition: tuple[int, ...] = ()
     """Layers of each pipeline stage; empty: split so that the slowest stage is as fast as can be."""
@@ -227,11 +232,30 @@ class ParallelConfig:
             _positive(self, ("cpu_distributed_timeout_s",))
         if not 0 < self.master_port < 65536:
             raise ConfigError(f"{option('master_port')} must be between 1 and 65535, not {self.master_port}")
+        self._check_weights()
         self._check_experts()
         self._check_partition()
         self._check_decode_context()
         self._check_data_parallel()
         self._check_nodes()
+
+    def _check_weights(self) -> None:
+        """Whether each rank gets a head is known once there is a model (``parallel.shards``)."""
+        given: Any = self.tp_weights
+        if given == "auto":
+            return
+        kind = "whole numbers, each at least 1, one for each TP rank, or auto"
+        if isinstance(given, str) or not isinstance(given, Iterable):
+            raise ConfigError(f"{option('tp_weights')} must be {kind}, not {given!r}")
+        weights = tuple(given)
+        if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in weights):
+            raise ConfigError(f"{option('tp_weights')} must be {kind}, not {given!r}")
+        if weights and len(weights) != self.tensor_parallel_size:
+            raise ConfigError(
+                f"{option('tp_weights')} {','.join(map(str, weights))} has {len(weights)} numbers, but "
+                f"--tensor-parallel-size is {self.tensor_parallel_size}: give one for each rank"
+            )
+        object.__setattr__(self, "tp_weights", weights)
 
     def _check_partition(self) -> None:
         """Whether it adds up to the model's layers is known once there is a model (``parallel.shards``)."""

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(300 * SLOWDOWN)]
 TOLD_S = 2.0 * SLOWDOWN
 LEFT_S = 5.0 * SLOWDOWN
 STALL_S = 3.0 * SLOWDOWN
-START_S = 5.0 * SLOWDOWN
+START_S = 9.0 * SLOWDOWN
 """``--stall-timeout`` and ``--start-timeout`` of the cells that stop somebody."""
 MEMORY = "memory" if can_limit() else "address space"
 LENGTH = {"idle": 8, "prefill": 40, "decode": 600, "draining": 600}

@@ -54,6 +54,16 @@ def test_both_spellings_and_switches() -> None:
     assert parsed("--enable-prefix-caching")[0].cache.enable_prefix_caching
 
 
+def test_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parsed("-tp", "3", "--tp-weights", "2,1,1")[0].parallel.tp_weights == (2, 1, 1)
+    assert parsed("-tp", "3", "--tp-weights", "auto")[0].parallel.tp_weights == "auto"
+    with pytest.raises(ConfigError, match="2,1 has 2 numbers, but --tensor-parallel-size is 3"):
+        parsed("-tp", "3", "--tp-weights", "2,1")
+    with pytest.raises(SystemExit):
+        parsed("--tp-weights", "evenly")
+    assert "'evenly' is not a whole number" in capsys.readouterr().err
+
+
 def test_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRUMLINE_API_KEY", "secret")
     assert parsed()[1].api_key == ("secret",)

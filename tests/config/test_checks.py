@@ -42,6 +42,9 @@ def test_defaults_are_fine_and_travel_as_data(kind: type[Any]) -> None:
     [
         (ParallelConfig, "tensor_parallel_size", 0, "--tensor-parallel-size"),
         (ParallelConfig, "pipeline_parallel_size", -1, "--pipeline-parallel-size"),
+        (ParallelConfig, "tp_weights", (1, 2), r"--tp-weights\) 1,2 has 2 numbers, but --tensor-parallel-size is 1"),
+        (ParallelConfig, "tp_weights", (0,), r"each at least 1, one for each TP rank, or auto, not \(0,\)"),
+        (ParallelConfig, "tp_weights", "2,1", "or auto, not '2,1'"),
         (ParallelConfig, "pp_layer_partition", (1, 2), r"--pp-layer-partition\) 1,2 has 2 numbers"),
         (ParallelConfig, "pp_layer_partition", (0,), r"each at least 1, not \(0,\)"),
         (ParallelConfig, "pp_layer_partition", "10", "one for each stage, not '10'"),

@@ -37,6 +37,7 @@ class Rig:
     max_num_prefill_tokens: int = 0
     long_prefill_token_threshold: int = 0
     max_overtakes: int = 32
+    least_micro_tokens: int = 256
     memory: int | None = None
     """Bytes that the worker has for more than ordinary steps; None: nobody asks."""
     got: dict[str, list[int]] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class Rig:
                 max_num_prefill_tokens=self.max_num_prefill_tokens,
                 long_prefill_token_threshold=self.long_prefill_token_threshold,
                 max_overtakes=self.max_overtakes,
+                least_micro_tokens=self.least_micro_tokens,
             ),
             self.pool,
             costs=None if self.memory is None else COSTS,

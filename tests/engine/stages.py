@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ class Watched:
     runner: Any
     rank: int
     layers: Any
+    layout: Any
 
     def slow_down(self, seconds: float) -> None:
         """From now on each step of this stage takes so much longer, once it has what the stage before gives."""
@@ -31,6 +34,32 @@ class Watched:
             return got
 
         stage.receive = slowly
+
+    def meet(self, fifo: str) -> None:
+        """From now on the second stage holds each step until the first has begun the next one, a third of a second at
+        most. The first stage puts a byte into a pipe (``fifo`` and the TP place) at the beginning of each step."""
+        stage, self.pipe = self.runner._stage, os.open(f"{fifo}{self.layout.coordinates(self.rank).tp}", os.O_RDWR)
+        receive, first = stage.receive, self.layout.coordinates(self.rank).pp == 0
+        self.began = self.had = self.met = 0
+
+        def meeting(ids: torch.Tensor) -> torch.Tensor:
+            got: torch.Tensor = receive(ids)
+            if first:
+                os.write(self.pipe, b".")
+                return got
+            self.had += 1
+            while self.began <= self.had and select.select([self.pipe], [], [], 0.3)[0]:
+                self.began += len(os.read(self.pipe, 4096))
+            self.met += self.began > self.had
+            return got
+
+        self.before, stage.receive = receive, meeting
+
+    def part(self) -> int:
+        """It is as before; how many steps the second stage had while the first had begun the next one."""
+        self.runner._stage.receive = self.before
+        os.close(self.pipe)
+        return self.met
 
     def num_layers(self) -> int:
         """Of this stage."""

@@ -26,6 +26,20 @@ def test_the_rank_with_least_memory_limits_equal_shares():
     assert (capacity.num_blocks, capacity.limiting_rank) == (2, 1)
 
 
+def test_what_the_others_do_not_use_is_told():
+    capacity = pool_capacity([spec(2), spec(1), spec(1)], [20 << 20, 20 << 20, 10 << 20], CacheConfig())
+    assert (capacity.num_blocks, capacity.limiting_rank) == (5120, 0)  # the same room as rank 2, and the first
+    assert capacity.unused == (0, 10 << 20, 0)
+    assert capacity.unused_text == "unused, since rank 0 has no more: rank 1 10 MiB"
+    many = pool_capacity([spec(1)] * 11, [8192] + [1 << 20] * 10, CacheConfig())
+    assert many.unused_text.endswith("rank 8 1 MiB and 2 ranks more")
+    # Less than a block is left: it could not be used anyhow.
+    assert pool_capacity([spec(1), spec(1)], [4096, 6000], CacheConfig()).unused_text == ""
+    assert pool_capacity([spec(2), spec(1)], [0, 1 << 30], CacheConfig(num_gpu_blocks_override=7)).unused_text == ""
+    given = pool_capacity([spec(2), spec(1)], [0, 0], CacheConfig(kv_cache_memory_bytes=40960))
+    assert given.unused == (0, 20480)
+
+
 def test_bytes_and_blocks_can_be_set():
     assert pool_capacity([spec(2), spec(1)], [0, 0], CacheConfig(kv_cache_memory_bytes=8192)).num_blocks == 2
     assert pool_capacity([spec(2), spec(1)], [0, 0], CacheConfig(num_gpu_blocks_override=7)).num_blocks == 7

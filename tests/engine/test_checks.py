@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from drumline.config import DeviceTable, EngineConfig, ModelConfig, ParallelConfig, ProcessConfig
+from drumline.config import Device, DeviceTable, EngineConfig, ModelConfig, ParallelConfig, ProcessConfig
 from drumline.engine.checks import check_machine, check_model
 from drumline.errors import ConfigError
 
@@ -18,7 +18,7 @@ MODEL = {
     "model_type": "llama",
     "hidden_size": 32,
     "intermediate_size": 6,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "vocab_size": 99,
     "max_position_embeddings": 512,
@@ -103,3 +103,37 @@ def test_models(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--max-model-len 100000 must be between 2 and the model's 512"):
         check(max_model_len=100000)
     check("own:Worker", max_model_len=100000, tensor_parallel_size=9)
+
+
+def test_weights_from_free_memory(tmp_path: Path) -> None:
+    """--tp-weights auto: the least of the devices of a TP place, and such that the model can be split so."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_key_value_heads": 4, "intermediate_size": 64}))
+    gib = 1 << 30
+
+    def weights(free: list[int], **parallel: Any) -> Any:
+        table = DeviceTable(
+            platform="cuda",
+            accelerator=True,
+            devices=tuple(Device(index=i, name="x", memory=90 * gib, free=one * gib) for i, one in enumerate(free)),
+        )
+        config = asked(tp_weights="auto", **parallel).with_(model=ModelConfig(path=str(tmp_path)))
+        return check_model(config, table).parallel.tp_weights
+
+    assert weights([80, 40], tensor_parallel_size=2) == (2, 1)
+    assert weights([0, 45], tensor_parallel_size=2) == (2, 1)  # unknown: all of its memory
+    assert weights([40, 41], tensor_parallel_size=2) == ()
+    # 4 KV heads cannot be shared 16 to 1: the nearest weights that leave both one
+    assert weights([80, 5], tensor_parallel_size=2) == (16 + 2, 1 + 2)
+    # stages: place 0 has devices 0 and 2, place 1 devices 1 and 3
+    assert weights([80, 40, 20, 40], tensor_parallel_size=2, pipeline_parallel_size=2) == (1, 2)
+    given = asked(tp_weights="auto", tensor_parallel_size=2).with_(model=ModelConfig(path=str(tmp_path)))
+    assert check_model(given, CPU).parallel.tp_weights == ()
+    own = asked({"worker_cls": "own:Worker"}, tp_weights="auto").with_(model=ModelConfig(path="/nowhere"))
+    assert check_model(own, CPU) == own
+
+
+def test_weights_that_the_model_cannot_have(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_key_value_heads": 2}))
+    config = asked(tp_weights=(9, 1), tensor_parallel_size=2).with_(model=ModelConfig(path=str(tmp_path)))
+    with pytest.raises(ConfigError, match="--tp-weights 9,1 leaves TP rank 1 nothing: its part of 2 KV heads"):
+        check_model(config)

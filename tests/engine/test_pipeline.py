@@ -125,6 +125,34 @@ def test_stages_work_at_the_same_time(served: Engine):
     assert together > steps / 2, (together, steps)
 
 
+def test_two_micro_batches_are_in_flight_at_once(served: Engine, tiny: tuple[Path, Any], tmp_path: Path):
+    """The second stage holds each step until the first has begun the next one: with one in flight it never would."""
+    fifos = [str(tmp_path / f"steps{tp}") for tp in range(2)]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+
+    async def run(count: int, tokens: int) -> int:
+        await served.client.call("collective_rpc", "meet", [str(tmp_path / "steps")])
+        requests = [greedy(f"m{count}-{i}", prompt(i, 4), tokens) for i in range(count)]
+        check(tiny[1], requests, await all_tokens(served, requests))
+        return min((await served.client.call("collective_rpc", "part"))[2:])
+
+    assert served.run(run(1, 4)) == 0  # each step of one request needs the token of the one before
+    assert served.run(run(4, 20)) >= 20
+
+
+def test_stages_tell_how_busy_they_are(served: Engine):
+    before = served.run(served.client.call("stats"))
+    served.run(all_tokens(served, crowd("busy", 8)))
+    after = served.run(served.client.call("stats"))
+    assert after["active_s"] - before["active_s"] > 0
+    assert len(after["stage_busy"]) == len(after["stage_busy_s"]) == 2
+    for stage in range(2):
+        busy = after["stage_busy_s"][stage] - before["stage_busy_s"][stage]
+        assert 0 < busy < after["active_s"] - before["active_s"]
+        assert 0 <= after["stage_busy"][stage] <= 1
+
+
 @pytest.mark.alone
 def test_idle_stages_sleep_and_listen_nowhere(served: Engine):
     """No gloo: no listener, no thread of its own, no wakes."""

@@ -302,6 +302,30 @@ def test_chunks_of_a_prompt_follow_each_other():
     check_all(rig, [req])
 
 
+def test_prompts_of_one_step_are_split_over_the_stages():
+    """24 tokens of prompts would fit into one plan; each of two stages gets half, while the other works on the rest."""
+    rig = Rig(max_num_batched_tokens=64, depth=2, micro_batches=2, least_micro_tokens=4)
+    requests = [request(str(i), [i + 1] * 8, 6) for i in range(3)]
+    for one in requests:
+        rig.scheduler.add(one)
+    assert rig.issue() and rig.issue()  # noqa: PT018
+    assert counts(rig, 2) == [[8, 4], [1, 4, 8]]  # beside the first token of the first
+    rig.run()
+    check_all(rig, requests)
+
+
+def test_few_prompt_tokens_are_not_split_and_many_fill_plans():
+    few = Rig(max_num_batched_tokens=64, depth=2, micro_batches=2, least_micro_tokens=24)
+    few.run(*(request(str(i), [i + 1] * 8, 2) for i in range(3)))
+    assert counts(few, 1) == [[8, 8, 8]]
+    many = Rig(max_num_batched_tokens=16, depth=2, micro_batches=2, least_micro_tokens=4)
+    many.run(*(request(str(i), [i + 1] * 8, 2) for i in range(6)))
+    assert [sum(one) for one in counts(many, 2)] == [16, 16]
+    whole = Rig(max_num_batched_tokens=128, depth=2, micro_batches=2, least_micro_tokens=4, chunked=False)
+    whole.run(*(request(str(i), [i + 1] * 8, 2) for i in range(3)))
+    assert counts(whole, 1) == [[8, 8, 8]]  # without chunks a prompt is never cut
+
+
 def test_answers_that_come_early_starve_nobody():
     """One plan in flight is not enough for two stages; the requests take turns all the same."""
     rig = Rig(depth=1, micro_batches=2)

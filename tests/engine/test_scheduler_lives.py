@@ -39,6 +39,7 @@ def rigs(draw: st.DrawFn) -> dict[str, Any]:
         "max_num_prefill_tokens": draw(st.sampled_from([0, 1, 5, 16])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 1, 6])),
         "max_overtakes": draw(st.sampled_from([1, 2, 32])),
+        "least_micro_tokens": draw(st.sampled_from([1, 4, 256])),
     }
 
 

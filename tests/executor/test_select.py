@@ -159,6 +159,19 @@ def test_extensions(make: Make) -> None:
 def test_an_extension_that_shares_attributes(make: Make, backend: str) -> None:
     with pytest.raises(Exception, match="share echo, get_seen"):
         make(backend, extension="Clashing")
+    with pytest.raises(Exception, match="worker extension Hidden and worker class Plain share seen: rename"):
+        make(backend, extension="Hidden")
+
+
+def test_how_busy_workers_are(make: Make) -> None:
+    """Without a call: read from what they write after each one."""
+    executor = make(worker="Counting")
+    executor.collective_rpc("note", (1,))
+    before = executor.busy_ns()
+    assert [ns // 1000 for ns in before] == [0, 1, 2]
+    executor.collective_rpc("note", (2,))
+    assert executor.busy_ns() == [ns + 5 for ns in before]
+    assert make("uni", worker="Counting").busy_ns() == []
 
 
 def test_a_worker_class_with_one_method(make: Make) -> None:

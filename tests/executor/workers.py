@@ -290,12 +290,28 @@ class Threads(Plain):
         return self.noted
 
 
+class Counting(Plain):
+    """Says that each call took it 5 ns, and 1000 ns times its rank before."""
+
+    calls = 0
+
+    def busy_ns(self) -> int:
+        self.calls += 1
+        return 1000 * self.rank + 5 * self.calls
+
+
 class Clashing:
     """Shares two attributes with Plain."""
 
     def echo(self) -> None: ...
 
     def get_seen(self) -> None: ...
+
+
+class Hidden:
+    """Has the name of an attribute that Plain sets on itself, which its class does not show."""
+
+    def seen(self) -> None: ...
 
 
 class Slow(Plain):

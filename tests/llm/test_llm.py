@@ -283,6 +283,7 @@ def test_options_of_vllm_that_ask_for_nothing() -> None:
 def test_options_reach_their_section(caplog: pytest.LogCaptureFixture) -> None:
     config = make_config(
         tensor_parallel_size=3,
+        tp_weights="2,1,1",
         max_num_seqs=5,
         block_size=None,
         enable_prefix_caching=False,
@@ -294,6 +295,7 @@ def test_options_reach_their_section(caplog: pytest.LogCaptureFixture) -> None:
         platform="cpu",
     )
     assert config.parallel.tensor_parallel_size == 3
+    assert config.parallel.tp_weights == (2, 1, 1)
     assert config.parallel.distributed_executor_backend == "mp"
     assert config.scheduler.max_num_seqs == 5
     assert config.cache.block_size == 16

@@ -232,5 +232,10 @@ def moved(worker: Any) -> int:
     return count
 
 
+def held(worker: Any) -> tuple[int, int, int]:
+    """Bytes of a rank: of its parameters, as it says of its weights, of its KV pool."""
+    return parameter_bytes(worker), worker.weight_bytes, worker.cache.data.nbytes
+
+
 if __name__ == "__main__":
     _host(socket.socket(fileno=int(sys.argv[1])))

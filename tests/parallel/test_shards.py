@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from fractions import Fraction
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,7 +11,10 @@ from hypothesis import strategies as st
 from drumline.errors import ConfigError
 from drumline.parallel.shards import (
     Range,
+    apportion,
     attention_shards,
+    auto_weights,
+    ease_weights,
     layer_partition,
     pipeline_split,
     split,
@@ -88,6 +93,132 @@ def test_width_shards(width: int, tp: int, multiple: int) -> None:
 def test_widths_of_smollm2() -> None:
     assert [part.size for part in width_shards(1536, 5, 32)] == [320, 320, 320, 288, 288]
     assert [part.size for part in vocab_shards(49152, 5)] == [9831, 9831, 9830, 9830, 9830]
+
+
+weight_lists = st.lists(st.integers(1, 40), min_size=1, max_size=9)
+
+
+@given(st.integers(0, 400), weight_lists, st.integers(0, 3))
+def test_apportioned_shares_are_proportional(total: int, weights: list[int], least: int) -> None:
+    if total < least * len(weights):
+        with pytest.raises(ValueError, match="cannot share"):
+            apportion(total, weights, least)
+        return
+    shares = apportion(total, weights, least)
+    assert sum(shares) == total
+    assert min(shares) >= least
+    by_weight = sorted(zip(weights, shares, strict=True))
+    assert all(one <= other + (weight == more) for (weight, one), (more, other) in pairwise(by_weight))
+    exact = [Fraction(total * weight, sum(weights)) for weight in weights]
+    if all(one >= least for one in exact):
+        assert all(abs(share - one) < 1 for share, one in zip(shares, exact, strict=True))
+
+
+@given(st.integers(0, 400), st.integers(1, 12), st.integers(1, 5))
+def test_equal_weights_are_no_weights(total: int, parts: int, weight: int) -> None:
+    assert apportion(total, [weight] * parts) == tuple(part.size for part in split(total, parts))
+
+
+@given(st.integers(1, 12), st.integers(1, 8), weight_lists)
+def test_weighted_attention_shards(kv_heads: int, group: int, weights: list[int]) -> None:
+    heads, tp = kv_heads * group, len(weights)
+    if tp > heads:
+        return
+    units = kv_heads if tp <= kv_heads else heads
+    if 0 in apportion(units, weights):
+        with pytest.raises(ConfigError, match=rf"--tp-weights .* leaves TP rank \d+ nothing: its part of {units} "):
+            attention_shards(heads, kv_heads, tp, weights)
+        return
+    shards = attention_shards(heads, kv_heads, tp, weights)
+    assert cover(tuple(shard.q for shard in shards), heads)
+    assert {head for shard in shards for head in range(*shard.kv)} == set(range(kv_heads))
+    for shard in shards:
+        assert shard.q.size >= 1
+        assert shard.q.size % shard.kv.size == 0
+        assert {head // group for head in range(*shard.q)} == set(range(*shard.kv))
+    if tp <= kv_heads:  # whole KV heads with all that read them
+        assert cover(tuple(shard.kv for shard in shards), kv_heads)
+        assert [shard.kv.size for shard in shards] == list(apportion(kv_heads, weights))
+    else:
+        assert all(shard.kv.size == 1 for shard in shards)
+
+
+@given(st.integers(1, 3), st.integers(1, 5), st.data())
+def test_ranks_are_laid_over_kv_heads_as_well_as_can_be(kv_heads: int, group: int, data: st.DataObject) -> None:
+    heads = kv_heads * group
+    tp = data.draw(st.integers(kv_heads, heads))
+    weights = data.draw(st.lists(st.integers(1, 6), min_size=tp, max_size=tp).filter(lambda all_: len(set(all_)) > 1))
+    if tp == kv_heads or 0 in apportion(heads, weights):
+        return
+
+    def distance(sizes: list[int]) -> Fraction:
+        return sum((size - Fraction(heads * w, sum(weights))) ** 2 for size, w in zip(sizes, weights, strict=True))
+
+    best = []
+    for cuts in combinations(range(1, tp), kv_heads - 1):
+        spans = list(pairwise([0, *cuts, tp]))
+        if all(stop - start <= group for start, stop in spans):
+            best.append(distance([n for start, stop in spans for n in apportion(group, weights[start:stop], 1)]))
+    assert distance([shard.q.size for shard in attention_shards(heads, kv_heads, tp, weights)]) == min(best)
+
+
+def test_weights_by_example() -> None:
+    def sizes(*args: Any) -> list[tuple[int, int]]:
+        return [(shard.q.size, shard.kv.size) for shard in attention_shards(*args)]
+
+    assert sizes(32, 8, 3, (2, 1, 1)) == [(16, 4), (8, 2), (8, 2)]
+    assert sizes(28, 4, 3, (2, 1, 1)) == [(14, 2), (7, 1), (7, 1)]
+    assert sizes(8, 2, 3, (2, 1, 1)) == [(4, 1), (2, 1), (2, 1)]
+    assert sizes(8, 2, 3, (1, 1, 2)) == [(2, 1), (2, 1), (4, 1)]
+    assert sizes(8, 1, 3, (5, 2, 1)) == [(5, 1), (2, 1), (1, 1)]
+    assert [part.size for part in width_shards(131, 3, 16, (2, 1, 1))] == [80, 32, 19]
+    assert [part.size for part in vocab_shards(50277, 3, (2, 1, 1))] == [25139, 12569, 12569]
+    with pytest.raises(ConfigError, match=r"9,1 leaves TP rank 1 nothing: its part of 2 KV heads.* is 0\.20 of one"):
+        attention_shards(16, 2, 2, (9, 1))
+    with pytest.raises(ConfigError, match=r"40,1 leaves TP rank 1 nothing: its part of 8 query heads is 0\.20"):
+        attention_shards(8, 1, 2, (40, 1))
+    with pytest.raises(ConfigError, match=r"--tp-weights 2,1 has 2 numbers, but --tensor-parallel-size is 3"):
+        attention_shards(8, 1, 3, (2, 1))
+
+
+@given(st.integers(1, 4000), weight_lists, st.sampled_from([1, 16]))
+def test_weighted_widths(width: int, weights: list[int], multiple: int) -> None:
+    tp = len(weights)
+    if tp > width:
+        with pytest.raises(ConfigError, match="use at most"):
+            width_shards(width, tp, multiple, weights)
+        return
+    ranges = width_shards(width, tp, multiple, weights)
+    assert cover(ranges, width)
+    assert min(part.size for part in ranges) >= 1
+    if multiple > 1 and width // multiple >= tp:
+        assert all(part.start % multiple == 0 for part in ranges)
+    unit = multiple if width // multiple >= tp else 1
+    exact = [width * weight / sum(weights) for weight in weights]
+    if min(exact) >= unit:
+        assert all(abs(part.size - one) < 2 * unit for part, one in zip(ranges, exact, strict=True))
+
+
+def test_weights_from_free_memory() -> None:
+    gib = 1 << 30
+    assert auto_weights([80 * gib, 40 * gib, 40 * gib]) == (2, 1, 1)
+    assert auto_weights([139 * gib, 140 * gib]) == ()  # like devices never have the same number of bytes free
+    assert auto_weights([24 * gib, 16 * gib]) == (16, 11)
+    assert auto_weights([80 * gib, gib]) == (16, 1)
+    assert auto_weights([80 * gib, 0]) == auto_weights([]) == ()
+
+
+@given(st.integers(1, 9), st.integers(1, 6), st.lists(st.integers(1, 16), min_size=1, max_size=9))
+def test_eased_weights_leave_nobody_without_heads(kv_heads: int, group: int, weights: list[int]) -> None:
+    heads, tp = kv_heads * group, len(weights)
+    eased = ease_weights(heads, kv_heads, weights)
+    if tp > heads:
+        assert eased == ()
+        return
+    assert all(shard.q.size >= 1 for shard in attention_shards(heads, kv_heads, tp, eased))
+    assert len({after - before for before, after in zip(weights, eased, strict=False)}) <= 1  # the order stays
+    if 0 not in apportion(kv_heads if tp <= kv_heads else heads, weights):
+        assert eased == tuple(weights)
 
 
 costs = st.one_of(st.integers(1, 20), st.floats(0.1, 10))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from drumline.platforms.cuda import (
     Gpu,
     _nvml_peers,
     bus_address,
+    bytes_of,
     find_gpus,
     parse_smi,
     visible,
@@ -93,8 +95,8 @@ def test_availability_wants_a_device_and_a_torch_that_can_use_it(monkeypatch: py
 
 
 SMI = """\
-GPU-1, NVIDIA H200, 143771, 00000000:1B:00.0
-GPU-2, NVIDIA H200, [N/A], 00000001:52:00.0
+GPU-1, NVIDIA H200, 143771, 00000000:1B:00.0, 143000
+GPU-2, NVIDIA H200, [N/A], 00000001:52:00.0, [N/A]
 """
 LISTING = """\
 GPU 0: NVIDIA H200 (UUID: GPU-1)
@@ -106,13 +108,23 @@ GPU 1: NVIDIA H200 (UUID: GPU-2)
 
 def test_nvidia_smi() -> None:
     first, second = parse_smi(SMI, LISTING)
-    assert first == Gpu(uuid="GPU-1", name="NVIDIA H200", memory=143771 << 20, bus="0000:1b:00.0")
-    assert second.memory == 0
+    assert first == Gpu(uuid="GPU-1", name="NVIDIA H200", memory=143771 << 20, free=143000 << 20, bus="0000:1b:00.0")
+    assert (second.memory, second.free) == (0, 0)
     assert second.bus == "0001:52:00.0"
     assert [(part.uuid, part.name) for part in second.instances] == [
         ("MIG-5e", "MIG 3g.71gb"),
         ("MIG-6f", "MIG 1g.18gb"),
     ]
+
+
+def test_what_nvml_says_of_a_process() -> None:
+    def one(pid: int, used: int | None) -> SimpleNamespace:
+        return SimpleNamespace(pid=pid, usedGpuMemory=used)
+
+    assert bytes_of(7, [one(6, 5), one(7, 123)]) == 123
+    assert bytes_of(7, [one(6, 5)]) is None  # PIDs of another namespace
+    assert bytes_of(7, [one(7, None)]) is None
+    assert bytes_of(7, [one(7, 1), one(7, 2)]) is None
 
 
 def test_proc(tmp_path: Path) -> None:

@@ -79,7 +79,14 @@ class ScriptedEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            num_running=len(self.running), kv_blocks_used=16, kv_blocks_total=64, preemptions=3, forward_s=0.5
+            num_running=len(self.running),
+            kv_blocks_used=16,
+            kv_blocks_total=64,
+            preemptions=3,
+            forward_s=0.5,
+            active_s=4.0,
+            stage_busy_s=[3.0, 2.0],
+            stage_busy=[0.75, 0.5],
         )
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:

@@ -178,6 +178,9 @@ async def test_metrics(server: Served, web: httpx.AsyncClient) -> None:
         f"vllm:request_generation_tokens_sum{{{labels}}} 4.0",
         f"vllm:request_params_max_tokens_sum{{{labels}}} 4.0",
         'drumline:step_seconds_total{engine="0",model_name="tiny",phase="forward"} 0.5',
+        f"drumline:pipeline_active_seconds_total{{{labels}}} 4.0",
+        'drumline:stage_busy_seconds_total{engine="0",model_name="tiny",stage="0"} 3.0',
+        'drumline:stage_busy_fraction{engine="0",model_name="tiny",stage="1"} 0.5',
         'vllm:cache_config_info{block_size="16",cache_dtype="float32",engine="0",num_gpu_blocks="64"} 1.0',
         'drumline:http_requests_total{handler="/v1/completions",method="POST",status="200"} 1.0',
         # paths that clients make up are not kept apart

@@ -103,6 +103,56 @@ def test_mixing_refuses_shared_attributes() -> None:
     mix(More, type("OnlyDunders", (), {"__repr__": Clash.__repr__}))
 
 
+def test_mixing_refuses_what_would_never_run() -> None:
+    init = type("Init", (), {"__init__": lambda self: None})
+    with pytest.raises(ConfigError, match=r"worker extension Init has __init__, which the worker class Traced has too"):
+        mix(Traced, init)
+    assert mix(Base, init)().work() == "work"  # that worker class has none: the extension's runs
+    with pytest.raises(ConfigError, match=r"worker extension Sub is a subclass of the worker class Base"):
+        mix(Base, type("Sub", (Base,), {}))
+    many = {f"a{i}": i for i in range(7)}
+    with pytest.raises(ConfigError, match=r"share a0, a1, a2, a3, a4 and 2 more: rename"):
+        mix(type("Wide", (), many), type("Wider", (), many))
+    with pytest.raises(ConfigError, match=r"cannot be one class: .*lay-?out"):
+        mix(type("One", (), {"__slots__": ("x",)}), type("Other", (), {"__slots__": ("y",)}))
+
+
+def test_special_methods_of_a_common_base_are_no_collision() -> None:
+    shared = type("Shared", (), {"__len__": lambda self: 3})
+    worker, extension = type("W", (shared,), {}), type("E", (shared,), {"more": lambda self: len(self)})
+    assert mix(worker, extension)().more() == 3
+
+
+class Hides:
+    """An extension whose names the worker sets on itself: when it is made, or later."""
+
+    def late(self) -> str:
+        return "of the extension"
+
+
+@pytest.mark.parametrize("method", ["__init__", "load_model"])
+def test_an_attribute_of_the_object_that_hides_the_extension(method: str) -> None:
+    def assign(self: Any, *_: Any) -> None:
+        self.late = 1
+
+    class Assigning(Traced):
+        """Loads nothing."""
+
+        def load_model(self) -> None: ...
+
+    setattr(Assigning, method, assign)
+    globals()["Assigning"] = Assigning
+    try:
+        config = context(f"{__name__}:Assigning").config
+        process = ProcessConfig(worker_cls=f"{__name__}:Assigning", worker_extension_cls=f"{__name__}:Hides")
+        told = context()
+        told.config = config.with_(process=process)
+        with pytest.raises(ConfigError, match="worker extension Hides and worker class Assigning share late: rename"):
+            start_worker(told, device="cpu")
+    finally:
+        del globals()["Assigning"]
+
+
 def test_a_worker_class_must_be_a_class() -> None:
     with pytest.raises(ConfigError, match="must be a class"):
         load_worker_class(ProcessConfig(worker_cls="json.dumps"))

@@ -84,6 +84,11 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(count(part.strip()) for part in text.split(","))
 
 
+def weights(text: str) -> tuple[int, ...] | str:
+    """Whole numbers with commas between them, or ``auto``."""
+    return text if text == "auto" else counts(text)
+
+
 def _flag(names: str, field: str, help: str, parse: Callable[[str], Any] | None = str, **more: Any) -> Flag:
     section, _, name = field.partition(".")
     return Flag(names=tuple(names.split()), section=section, field=name, help=help, parse=parse, **more)
@@ -111,6 +116,7 @@ GROUPS: dict[str, list[Flag]] = {
     ],
     "parallel": [
         _flag("--tensor-parallel-size -tp", "parallel.tensor_parallel_size", "ranks per layer", count, metavar="N"),
+        _flag("--tp-weights", "parallel.tp_weights", "their proportions, or auto", weights, metavar="N,N,.."),
         _flag("--pipeline-parallel-size -pp", "parallel.pipeline_parallel_size", "stages", count, metavar="N"),
         _flag("--pp-layer-partition", "parallel.pp_layer_partition", "layers of each stage", counts, metavar="N,N,.."),
         _flag("--data-parallel-size -dp", "parallel.data_parallel_size", "engines", count, metavar="N"),

@@ -10,10 +10,11 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
 SUBCOMMANDS = {
     "serve": "serve a model: OpenAI API and a chat page",

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 from drumline.cli.args import Parser, add_flags, configs, parse
 from drumline.config import DeviceTable, EngineConfig, ParallelConfig, ServerConfig, choose_backend
-from drumline.engine.checks import check_machine, check_model
+from drumline.engine.checks import check_machine, check_model, with_weights
 from drumline.errors import ConfigError, ExitCode
 from drumline.model.expert_spec import ExpertShare, ExpertsSpec
 from drumline.model.resolve import check_weights, has_own_head
+from drumline.model.shares import estimated_bytes, held_experts, rank_bytes, read_shapes
 from drumline.model.spec import DTYPE_BYTES, ModelSpec, kv_spec, read_spec, resolve_dtype
 from drumline.model.stages import stage_layers, stage_weights
 from drumline.parallel.boxes import MAIL_BYTES
@@ -30,7 +31,7 @@ from drumline.parallel.layout import (
     node_of,
     worker_places,
 )
-from drumline.parallel.shards import Range, vocab_shards
+from drumline.parallel.shards import Range
 from drumline.platforms import device_table
 from drumline.processes.titles import DP_COORDINATOR, FORK_SERVER, api_server_name, engine_core_name, worker_name
 from drumline.transport.doorbell import DOORBELL_BYTES
@@ -263,36 +264,41 @@ def _shares(config: EngineConfig, devices: DeviceTable) -> str:
     if not folder or not Path(folder).is_dir():
         return ""
     refusal = "serve would refuse this model: "
+    config = replace(config, model=replace(config.model, path=folder))
+    dummy = config.model.load_format == "dummy"
     try:
         spec = read_spec(folder)
-        if spec.tied and config.model.load_format != "dummy":
+        if spec.tied and not dummy:
             spec = replace(spec, tied=not has_own_head(Path(folder)))
-        shares = _share_table(spec, config, devices)
+        config = with_weights(config, spec, devices)
+        shares = _share_tables(spec.weighted(config.parallel), config, devices)
     except ConfigError as error:
         return f"{refusal}{error}"
     try:
-        check_model(replace(config, model=replace(config.model, path=folder)))
-        if config.model.load_format != "dummy":
+        check_model(config)
+        if not dummy:
             check_weights(Path(folder))
     except ConfigError as error:
         return f"{shares}\n\n{refusal}{error}"
     return shares
 
 
-def _share_table(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) -> str:
+def _share_tables(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) -> str:
     tp = config.parallel.tensor_parallel_size
-    experts = spec.experts
-    split = experts is not None and not config.parallel.enable_expert_parallel
-    table = [("TP", "query heads", "KV heads", "vocabulary", "columns of all experts" if split else "")]
-    for rank, (heads, vocab) in enumerate(zip(spec.heads(tp), vocab_shards(spec.vocab_size, tp), strict=True)):
-        columns = _range(ExpertShare.of_tp(experts, rank, tp).columns) if experts and split else ""
-        table.append((str(rank), _range(heads.q), _range(heads.kv), _range(vocab), columns))
+    dtype = resolve_dtype(config.model.dtype, spec, "cpu" if not devices.accelerator else devices.platform)
+    experts, whole = spec.experts, config.parallel.enable_expert_parallel
+    split, widths = experts is not None and not whole, spec.widths(spec.intermediate_size, tp)
+    table = [("TP", "query heads", "KV heads", "MLP columns", "vocabulary", "columns of all experts" if split else "")]
+    for rank, (heads, width, vocab) in enumerate(zip(spec.heads(tp), widths, spec.vocabulary(tp), strict=True)):
+        columns = _range(ExpertShare.of_tp(experts, rank, tp, spec.tp_weights).columns) if experts and split else ""
+        table.append((str(rank), _range(heads.q), _range(heads.kv), _range(width), _range(vocab), columns))
     mixture = f", {experts.num_experts} experts ({experts.top_k} a token) in {len(experts.layers)}" if experts else ""
+    weights = f", in the proportions {','.join(map(str, spec.tp_weights))}" if spec.tp_weights else ""
     return (
         f"shares of the model ({spec.architecture}: {spec.num_layers} layers{mixture}, {spec.num_heads} query and "
-        f"{spec.num_kv_heads} KV heads, vocabulary {spec.vocab_size})\n{_table(table)}\n"
-        f"{_expert_table(experts, config.parallel) if experts and not split else ''}"
-        f"{_stage_table(spec, config, devices)}"
+        f"{spec.num_kv_heads} KV heads, vocabulary {spec.vocab_size}{weights})\n{_table(table)}\n"
+        f"{_expert_table(experts, config.parallel) if experts and whole else ''}"
+        f"{_stage_table(spec, config, dtype)}\n\n{_memory_table(spec, config, dtype)}"
     )
 
 
@@ -308,15 +314,17 @@ def _expert_table(experts: ExpertsSpec, parallel: ParallelConfig) -> str:
     return f"{_table(table)}\n"
 
 
-def _stage_table(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) -> str:
+def _stage_table(spec: ModelSpec, config: EngineConfig, dtype: str) -> str:
     """Layers, names and memory of each pipeline stage."""
     parallel, tp = config.parallel, config.parallel.tensor_parallel_size
-    dtype = resolve_dtype(config.model.dtype, spec, "cpu" if not devices.accelerator else devices.platform)
-    table = [("PP", "layers", "beside them", "weights of a rank", "KV of a token on a rank", "workers")]
+    table = [("PP", "layers", "beside them", "weights of its ranks", "KV of a token on a rank", "workers")]
     stages, layout = stage_layers(spec, parallel), Layout.of(parallel)
     for stage, (layers, weights) in enumerate(zip(stages, stage_weights(spec, parallel), strict=True)):
         beside = [name for name, has in (("embedding", stage == 0), ("head", stage == len(stages) - 1)) if has]
-        kv = kv_spec(spec, tp_rank=0, tp_size=tp, dtype=dtype, block_size=1, num_layers=layers.size)
+        kv = [
+            kv_spec(spec, tp_rank=rank, tp_size=tp, dtype=dtype, block_size=1, num_layers=layers.size).bytes_per_block
+            for rank in range(tp)
+        ]
         names = [
             worker_title(parallel, rank) for rank in range(layout.world_size) if layout.coordinates(rank).pp == stage
         ]
@@ -325,12 +333,33 @@ def _stage_table(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) ->
                 str(stage),
                 _range(layers),
                 ", ".join(beside) or "-",
-                f"about {_bytes(weights * DTYPE_BYTES[dtype] // tp)}",
-                f"up to {_bytes(kv.bytes_per_block)}",
+                f"about {_bytes(weights * DTYPE_BYTES[dtype])}",
+                f"up to {_bytes(max(kv))}",
                 " ".join(names if len(names) <= 4 else (*names[:2], "...", names[-1])),
             )
         )
     return _table(table)
+
+
+def _memory_table(spec: ModelSpec, config: EngineConfig, dtype: str) -> str:
+    """What each rank holds, to the byte."""
+    parallel, tp = config.parallel, config.parallel.tensor_parallel_size
+    stages, layout, block_size = stage_layers(spec, parallel), Layout.of(parallel), config.cache.block_size
+    shapes = {} if config.model.load_format == "dummy" else read_shapes(Path(config.model.path))
+    about = "" if shapes else "about "
+    held = held_experts(spec, parallel)
+    if shapes:
+        weights = rank_bytes(spec, shapes, stages, tp, dtype, held)
+    else:
+        weights = estimated_bytes(spec, stages, tp, dtype, held)
+    table = [("worker", "weights", f"KV of a block of {block_size} tokens")]
+    for rank in range(layout.world_size):
+        place = layout.coordinates(rank)
+        layers = stages[place.pp].size
+        kv = kv_spec(spec, tp_rank=place.tp, tp_size=tp, dtype=dtype, block_size=block_size, num_layers=layers)
+        mine = weights[place.pp][place.tp]
+        table.append((worker_title(parallel, rank), f"{about}{mine:,}", f"{kv.bytes_per_block:,}"))
+    return f"bytes of each rank, in {dtype}\n{_table(table)}"
 
 
 def _range(part: Range) -> str:

@@ -50,10 +50,13 @@ class Limits:
     """Times that requests are let in before ones that arrived earlier, until the earliest of those is promoted."""
     num_micro_batches: int = 1
     """Pipeline stages, which work on as many plans at the same time."""
+    least_micro_tokens: int = 256
+    """Prompts are split over the stages into plans of so many tokens at least: fewer take a device as long."""
 
     def check(self) -> None:
         """Raise ValueError if no request, or not one of max_model_len, could ever be served."""
-        if min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.num_micro_batches) < 1:
+        counts = self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len, self.num_micro_batches
+        if min(*counts, self.least_micro_tokens) < 1:
             raise ValueError(f"every limit must be at least 1: {self}")
         if self.max_model_len < LEAST_MODEL_LEN:
             raise ValueError(f"max_model_len must be at least {LEAST_MODEL_LEN}, a token of prompt and output: {self}")

@@ -9,6 +9,9 @@ from drumline.config import LEAST_MODEL_LEN, CacheConfig, SchedulerConfig
 from drumline.errors import ConfigError
 from drumline.plan.kv import KVConfig, KVSpec
 
+UNUSED_SHOWN = 8
+"""Most ranks that the log names."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
@@ -20,11 +23,22 @@ class Capacity:
     """The rank whose memory (with uneven heads: whose share of the heads) sets ``num_blocks``."""
     reason: str
     """For the log: where the number comes from."""
+    unused: tuple[int, ...] = ()
+    """Bytes that each rank could have given to the pool beyond what it gives; 0 where that is less than a block, and
+    where the number of blocks was given."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens that fit into the pool."""
         return self.num_blocks * self.block_size
+
+    @property
+    def unused_text(self) -> str:
+        """For the log; empty: every rank gives what it has."""
+        found = [(rank, spare) for rank, spare in enumerate(self.unused) if spare]
+        shown = ", ".join(f"rank {rank} {spare / 2**20:.0f} MiB" for rank, spare in found[:UNUSED_SHOWN])
+        more = f" and {len(found) - UNUSED_SHOWN} ranks more" if len(found) > UNUSED_SHOWN else ""
+        return f"unused, since rank {self.limiting_rank} has no more: {shown}{more}" if found else ""
 
     def configs(self, world_size: int) -> list[KVConfig]:
         """What each rank is told: the same number of blocks."""
@@ -56,7 +70,9 @@ def pool_capacity(specs: Sequence[KVSpec], available: Sequence[int], cache: Cach
         f"rank {rank} has the least room: {available[rank] / 2**20:.0f} MiB, "
         f"{specs[rank].bytes_per_block / 2**10:.1f} KiB a block"
     )
-    capacity = Capacity(num_blocks=room[rank], block_size=size, limiting_rank=rank, reason=reason)
+    spare = [bytes_ - room[rank] * spec.bytes_per_block for spec, bytes_ in zip(specs, available, strict=True)]
+    unused = tuple(bytes_ if bytes_ >= spec.bytes_per_block else 0 for spec, bytes_ in zip(specs, spare, strict=True))
+    capacity = Capacity(num_blocks=room[rank], block_size=size, limiting_rank=rank, reason=reason, unused=unused)
     return _checked(capacity, specs, available)
 
 

@@ -6,7 +6,9 @@ class in any case. Worker classes are only looked for: they are imported in the 
 
 from __future__ import annotations
 
+import logging
 import sys
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from typing import Any
@@ -17,7 +19,11 @@ from drumline.executor.base import Executor
 from drumline.model.spec import ModelSpec, read_spec, resolve_max_model_len
 from drumline.model.stages import stage_layers
 from drumline.parallel.experts import expert_slots
-from drumline.parallel.shards import width_shards
+from drumline.parallel.layout import Layout
+from drumline.parallel.shards import auto_weights, ease_weights
+from drumline.platforms import device_table
+
+log = logging.getLogger(__name__)
 
 LARGEST_MP = 255
 """Most workers of one machine."""
@@ -43,18 +49,47 @@ def check_machine(config: EngineConfig, devices: DeviceTable) -> EngineConfig:
     return config
 
 
-def check_model(config: EngineConfig) -> None:
-    """Whether the resolved model (``config.model.path``) can be split and served as asked. ConfigError if not.
+def check_model(config: EngineConfig, devices: DeviceTable | None = None) -> EngineConfig:
+    """The configuration for the resolved model (``config.model.path``); ConfigError if it cannot be split and served
+    as asked. ``--tp-weights auto`` becomes numbers, by the free memory of ``devices`` (default: this machine's).
 
-    A worker class of the user's own decides that itself.
+    A worker class of the user's own decides all that itself.
     """
     if config.process.worker_cls != "auto":
-        return
+        return config
     spec, size = read_spec(config.model.path), config.parallel.tensor_parallel_size
+    config = with_weights(config, spec, devices)
+    spec = spec.weighted(config.parallel)
     spec.heads(size)
     stage_layers(spec, config.parallel)
     _check_experts(spec, config.parallel)
     resolve_max_model_len(config.model.max_model_len, spec)
+    return config
+
+
+def with_weights(config: EngineConfig, spec: ModelSpec, devices: DeviceTable | None = None) -> EngineConfig:
+    """The configuration with numbers for ``--tp-weights auto``: such with which every rank has heads, if there are."""
+    if config.parallel.tp_weights != "auto":
+        return config
+    weights = ease_weights(spec.num_heads, spec.num_kv_heads, free_weights(config, devices))
+    log.info("--tp-weights auto: %s", ",".join(map(str, weights)) or "evenly")
+    return config.with_(parallel=replace(config.parallel, tp_weights=weights))
+
+
+def free_weights(config: EngineConfig, devices: DeviceTable | None = None) -> tuple[int, ...]:
+    """What ``--tp-weights auto`` means: weights of the TP places by the free memory of their devices; of a place that
+    several ranks of this machine have (stages, engines), the one with the least. Empty: evenly, as where they share
+    one memory (CPUs) or it is not known."""
+    devices = device_table(config.platform) if devices is None else devices
+    parallel, layout = config.parallel, Layout.of(config.parallel)
+    if not devices.accelerator:
+        return ()
+    free: list[list[int]] = [[] for _ in range(layout.tp)]
+    for place in range(parallel.local_devices):
+        rank = parallel.node_rank_within_dp * parallel.local_world_size + place % parallel.local_world_size
+        for device in devices.devices[place : place + 1]:
+            free[layout.coordinates(rank).tp].append(device.free or device.memory)
+    return auto_weights([min(one, default=0) for one in free])
 
 
 def _check_experts(spec: ModelSpec, parallel: ParallelConfig) -> None:
@@ -65,7 +100,7 @@ def _check_experts(spec: ModelSpec, parallel: ParallelConfig) -> None:
             f"{spec.architecture} has no experts to spread over ranks: leave --enable-expert-parallel out"
         )
     for width in spec.widths_beside_experts if whole else spec.mlp_widths:
-        width_shards(width, parallel.tensor_parallel_size)
+        spec.widths(width, parallel.tensor_parallel_size)
     if whole and spec.experts is not None:
         redundant = parallel.eplb_config.num_redundant_experts
         expert_slots(spec.experts.num_experts, redundant, parallel.expert_parallel_size)

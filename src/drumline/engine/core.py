@@ -47,6 +47,7 @@ from drumline.engine.protocol import (
     UtilityResult,
 )
 from drumline.engine.scheduler import Scheduler
+from drumline.engine.stage_meter import StageMeter
 from drumline.errors import (
     DrumlineError,
     ExecutorFailedError,
@@ -141,6 +142,7 @@ class EngineCore:
         channel: where messages come from and go to.
         role: name in reports.
         steps_here: have steps run in this thread where the executor can (``Executor.run_steps_here``).
+        stages: of the pipeline.
 
     """
 
@@ -153,6 +155,7 @@ class EngineCore:
         *,
         role: str = "EngineCore",
         steps_here: bool = False,
+        stages: int = 1,
     ) -> None:
         self._executor = executor
         self._scheduler = scheduler
@@ -172,6 +175,7 @@ class EngineCore:
         self._queued: dict[str, float] = {}
         """Seconds that requests without output have waited before their first step."""
         self._phases = _Phases()
+        self._meter = StageMeter(stages) if stages > 1 else None
         self._step_tokens = [0] * (len(STEP_TOKENS) + 1)
         self._tokens = 0
         self.garbage = Garbage()
@@ -207,6 +211,9 @@ class EngineCore:
         stats.update_s, stats.output_s = phases.update, phases.output
         stats.forward_s, stats.sample_s = phases.forward, phases.sample
         stats.step_tokens, stats.tokens = self._step_tokens, self._tokens
+        if self._meter is not None:
+            load = self._meter.load(self._executor.busy_ns(), perf_counter())
+            stats.active_s, stats.stage_busy_s, stats.stage_busy = load.active_s, [*load.busy_s], [*load.fractions]
         return stats
 
     def stop(self) -> None:
@@ -286,6 +293,8 @@ class EngineCore:
         self.where = "busy"
         self._phases.dispatch += perf_counter() - made
         self._flights.append(_Flight(plan.step, future, plan.defer_sampling))
+        if self._meter is not None:
+            self._meter.flying(True, made)
         return True
 
     def _reserve(self, request_id: str, nbytes: int) -> None:
@@ -323,6 +332,8 @@ class EngineCore:
                 continue
             self._flights.popleft()
             began = perf_counter()
+            if self._meter is not None and not self._flights:
+                self._meter.flying(False, began)
             new = self._scheduler.update(output)
             if self._queued:
                 for one in new:

@@ -87,7 +87,10 @@ class EngineProcess:
             executor.shutdown()
 
     def _serve(self, executor: Executor, scheduler: Scheduler, info: EngineInfo, channel: CoreChannel) -> None:
-        core = EngineCore(executor, scheduler, self._waiter, channel, role=self._child.role, steps_here=True)
+        stages = self._config.parallel.pipeline_parallel_size
+        core = EngineCore(
+            executor, scheduler, self._waiter, channel, role=self._child.role, steps_here=True, stages=stages
+        )
         self._child.on_stop(core.stop)
         executor.register_failure_callback(self._end_if_stuck)
         executor.register_stall_callback(lambda text: self._tell(Stalling(text)))
@@ -176,6 +179,8 @@ class EngineProcess:
             capacity.reason,
             time.monotonic() - began,
         )
+        if text := capacity.unused_text:
+            log.info("KV cache: %s", text)
         costs = [one for one in executor.collective_rpc(step_costs) if one is not None]
         prices = StepCosts.highest(costs) if len(costs) == executor.world_size else None
         return make_scheduler(config, self._spec, capacity, max_model_len, prices), EngineInfo(

@@ -133,6 +133,12 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Steps by the tokens that they computed, of prompts and outputs: one for each of ``STEP_TOKENS``, and one over."""
     tokens: int = 0
     """Tokens of all steps."""
+    active_s: float = 0.0
+    """With several pipeline stages: seconds with a step in flight (``engine.stage_meter``)."""
+    stage_busy_s: list[float] = []
+    """Seconds that each stage has computed; empty: there is one, or it is not known."""
+    stage_busy: list[float] = []
+    """Busy part of the active time of each stage lately, 0 to 1."""
 
 
 class EngineOutputs(msgspec.Struct, tag="outputs", kw_only=True):

@@ -60,8 +60,11 @@ A row whose input token is still pending may therefore be in plan n only if plan
 one, samples it; a row whose input is known is free to go at once, so chunks of one prompt follow each other plan by
 plan. To keep all stages busy, decoding requests are dealt out: one plan takes at most their number divided by
 num_micro_batches, rounded up, those first that have waited longest since their last token. With nothing in flight
-nothing is pending, so somebody can always go on. Where there are fewer decoding requests than stages, the first stage
-waits whatever is done: their next plans are sent one ahead all the same, so that it does not wait for the core, too.
+nothing is pending, so somebody can always go on. Prompts are dealt out too: a plan takes at most the tokens of all
+prompts that are to be computed, or are being computed, divided by num_micro_batches (but ``least_micro_tokens``), so
+that prompts of one step's size do not pass the stages as one lump, all stages idle but one. Where there are fewer
+decoding requests than stages, the first stage waits whatever is done: their next plans are sent one ahead all the same,
+so that it does not wait for the core, too.
 
 **Prefix cache.** A block is made known when an issued plan computes all of its tokens and these are known: plans run in
 order, so whoever shares it in a later plan reads what an earlier one wrote. Within one plan too, because each layer
@@ -112,6 +115,8 @@ class _Rows:
 
     budget: int
     """Tokens that may still be added."""
+    most_prefill: int = 0
+    """Most tokens of prompts in this plan; 0: no limit but the others."""
     starts: list[SlotStart] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
@@ -159,6 +164,8 @@ class _Issued:
     """Their slots."""
     prompts: dict[int, Request]
     """Requests by slot, some of whose prompt's log-probabilities the plan computes."""
+    num_prefill: int = 0
+    """Tokens of prompts."""
 
 
 class Scheduler:
@@ -197,6 +204,8 @@ class Scheduler:
         self._step = 0
         self._paused = 0
         """Prompt tokens computed since streams had a row."""
+        self._prefill_in_flight = 0
+        """Prompt tokens of plans whose output is not known yet."""
         self._prefix_queries = 0
         self._prefix_hits = 0
         self._preemptions = 0
@@ -225,6 +234,7 @@ class Scheduler:
             expected = self._issued[0].step if self._issued else None
             raise ValueError(f"output of step {output.step}, but the output of step {expected} is due")
         issued = self._issued.popleft()
+        self._prefill_in_flight -= issued.num_prefill
         tokens = ints(output.tokens).tolist()
         if output.slots != issued.slots or len(tokens) != len(issued.requests):
             slots = ints(output.slots).tolist()
@@ -358,7 +368,7 @@ class Scheduler:
         admit = True
         self._paused = 0
         while True:
-            rows = _Rows(self.limits.max_num_batched_tokens)
+            rows = _Rows(self.limits.max_num_batched_tokens, self._prefill_share())
             preempted = self._add_decoding(rows)
             admit = admit and not preempted
             self._add_prompts(rows, admit=admit)
@@ -397,7 +407,8 @@ class Scheduler:
         slots = plan.slots
         if len(rows.sampling) < len(rows.slots):
             slots = pack([slot for slot, sample in zip(rows.slots, rows.sample, strict=True) if sample])
-        self._issued.append(_Issued(self._step, rows.sampling, slots, rows.prompts))
+        self._issued.append(_Issued(self._step, rows.sampling, slots, rows.prompts, rows.num_prefill))
+        self._prefill_in_flight += rows.num_prefill
         self._freed = []
         self._step += 1
         return plan
@@ -460,6 +471,18 @@ class Scheduler:
             able = sorted(sorted(able, key=_last_step)[:share], key=_rank)
         return able
 
+    def _prefill_share(self) -> int:
+        """Most prompt tokens of one of several micro-batches; 0: no limit. See "Micro-batches" above."""
+        batches = self.limits.num_micro_batches
+        if batches == 1 or not self.limits.enable_chunked_prefill:
+            return 0
+        todo, enough = self._prefill_in_flight, batches * self.limits.max_num_batched_tokens
+        for request in chain(self._prefilling, self._waiting.in_any_order() if self._free_slots else ()):
+            if todo >= enough:  # full plans follow each other anyhow
+                return 0
+            todo += request.length - request.num_computed
+        return max(-(-todo // batches), self.limits.least_micro_tokens)
+
     def _add_prompts(self, rows: _Rows, *, admit: bool) -> None:
         """Rows for prompts, in order of rank: of requests that run, and with ``admit`` of those that can be let in."""
         index = 0
@@ -484,6 +507,8 @@ class Scheduler:
             room = min(room, max(limits.max_num_prefill_tokens - rows.num_prefill, 0))
         if limits.long_prefill_token_threshold and len(self._requests) > 1 and limits.enable_chunked_prefill:
             room = min(room, limits.long_prefill_token_threshold)
+        if rows.most_prefill:
+            room = min(room, max(rows.most_prefill - rows.num_prefill, 0))
         return room
 
     def _add_chunk(self, rows: _Rows, request: Request, room: int) -> bool:

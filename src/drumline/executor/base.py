@@ -346,6 +346,10 @@ class Executor(ABC):
         look_ahead = self.config.scheduler.async_scheduling is not False and self.supports_async_scheduling
         return self.parallel.pipeline_parallel_size + (1 if look_ahead else 0)
 
+    def busy_ns(self) -> list[int]:
+        """For each rank how long its worker has been busy (``Worker.busy_ns``), in ns; no call. Empty: unknown."""
+        return []
+
     # Failure and end.
 
     @property

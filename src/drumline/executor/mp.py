@@ -562,6 +562,10 @@ class MultiprocExecutor(Executor):
         grace = self.process.failure_grace_s
         self._fail(report, f"Ranks that did not end the call within {grace:g} s of its failure: {ranks}.")
 
+    def busy_ns(self) -> list[int]:
+        """Read from shared memory."""
+        return self._progress.busy()
+
     # Failure and end.
 
     def _close_calls(self, report: FailureReport | None, error: Callable[[], DrumlineError]) -> None:

@@ -151,9 +151,7 @@ def split_healing(options: Mapping[str, Any]) -> tuple[Healing, dict[str, Any]]:
 
 def with_model(config: EngineConfig) -> EngineConfig:
     """``config`` with the model's local folder, fetched if need be, and checked. ConfigError. Blocks."""
-    config = dataclasses.replace(config, model=resolve(config.model))
-    check_model(config)
-    return config
+    return check_model(dataclasses.replace(config, model=resolve(config.model)))
 
 
 class Common:

@@ -121,7 +121,7 @@ def _adapted(name: str, value: Any) -> Any:
     """``value`` in the form that the configuration has: names as tuples, paths as texts."""
     if name in ("served_model_name", "preload"):
         return (value,) if isinstance(value, str) else tuple(value)
-    if name == "pp_layer_partition":
+    if name == "pp_layer_partition" or (name == "tp_weights" and value != "auto"):
         return tuple(int(count) for count in (value.split(",") if isinstance(value, str) else value))
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,9 +69,10 @@ class ExpertShare:
     columns: Range
 
     @classmethod
-    def of_tp(cls, spec: ExpertsSpec, rank: int, size: int) -> ExpertShare:
-        """All experts, a range of the width. ConfigError if there are more ranks than columns."""
-        return cls(Range(0, spec.num_experts), width_shards(spec.width, size, WIDTH_MULTIPLE)[rank])
+    def of_tp(cls, spec: ExpertsSpec, rank: int, size: int, weights: Sequence[int] = ()) -> ExpertShare:
+        """All experts, a range of the width (in proportion to ``--tp-weights``). ConfigError if there are more ranks
+        than columns."""
+        return cls(Range(0, spec.num_experts), width_shards(spec.width, size, WIDTH_MULTIPLE, weights)[rank])
 
     @classmethod
     def of_ep(cls, spec: ExpertsSpec, slots: Range) -> ExpertShare:

@@ -44,7 +44,7 @@ from drumline.model.layers import RowParallelLinear, SplitRMSNorm, TPGroup, Voca
 from drumline.model.slices import Slice, checkpoint_name, cut
 from drumline.model.spec import ModelSpec
 from drumline.model.weights import DummyWeights, Part, Piece, SafetensorsWeights, WeightSource
-from drumline.parallel.shards import WIDTH_MULTIPLE, Range, vocab_shards, width_shards
+from drumline.parallel.shards import Range
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,13 @@ def _log_latent(spec: ModelSpec) -> None:
 
 def vocab_range(spec: ModelSpec, group: TPGroup) -> Range:
     """Vocabulary ids whose embedding rows and logits this rank has."""
-    return vocab_shards(spec.vocab_size, group.size)[group.rank_in_group]
+    return spec.vocabulary(group.size)[group.rank_in_group]
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters that have memory; one that has two names (tied) counts once."""
+    parameters = (parameter for parameter in model.parameters() if not parameter.is_meta)
+    return sum({parameter.data_ptr(): parameter.nbytes for parameter in parameters}.values())
 
 
 def _build(spec: ModelSpec, folder: str | Path, dtype: torch.dtype) -> Any:
@@ -236,13 +242,13 @@ def _ranges_of(name: str, module: nn.Linear, spec: ModelSpec, group: TPGroup) ->
         case "query_key_value":  # of each head its query, key and value
             return (heads.q.scaled(3 * dim),)
         case "gate_up_proj":
-            gate = width_shards(module.out_features // 2, size, WIDTH_MULTIPLE)[rank]
+            gate = spec.widths(module.out_features // 2, size)[rank]
             return gate, gate.shifted(module.out_features // 2)
         case "lm_head":
             return (vocab_range(spec, group),)
         case leaf:
             rows = leaf in ("down_proj", "dense_4h_to_h")
-            return (width_shards(module.in_features if rows else module.out_features, size, WIDTH_MULTIPLE)[rank],)
+            return (spec.widths(module.in_features if rows else module.out_features, size)[rank],)
 
 
 def _split_columns(

@@ -29,6 +29,7 @@ import numpy.typing as npt
 import torch
 
 from drumline.model.attention import AttentionBatch, KVCache, dummy_batch, make_batch
+from drumline.model.busy import BusyClock, make_clock
 from drumline.model.forward import Forward
 from drumline.model.pipeline import Stage
 from drumline.model.sampling import Sampler, SamplingRows, drawn_rows
@@ -76,6 +77,7 @@ class ModelRunner:
         self.forward = forward
         self._gathers = forward.gathers
         self._stage = stage or Stage()
+        self._clock: BusyClock | None = None if self._stage.alone else make_clock(device)
         self._sampler = sampler
         self._num_kv_heads = num_kv_heads
         self._max_model_len = max_model_len
@@ -89,6 +91,10 @@ class ModelRunner:
         self._steady: SteadyRows | None = None
         """Rows of the last two steps, if they had the same."""
         self.slots = SlotTable(1, 1, 1)
+
+    def busy_ns(self) -> int:
+        """How long this pipeline stage has computed (``model.busy``); 0: it is the only one."""
+        return 0 if self._clock is None else self._clock.ns()
 
     def set_cache(self, cache: KVCache) -> None:
         """Take a KV cache into use; all slots are empty then."""
@@ -184,9 +190,13 @@ class ModelRunner:
             keep = (starts + count - 1)[chosen]
             last = self._tensor(keep if prompt is None else np.concatenate([keep, prompt.places]))
             inputs = self._stage.receive(self._tensor(ids))
+            if self._clock is not None:
+                self._clock.start()
             began = perf_counter()
             computed_here = self.forward(inputs, self._tensor(positions), batch, last)
             seconds = perf_counter() - began
+            if self._clock is not None:
+                self._clock.stop()
             if self._stage.samples:
                 logits = computed_here
             else:
@@ -280,7 +290,11 @@ class ModelRunner:
             self._leave_room(step, unsampled)
             return None
         began = perf_counter()
+        if self._clock is not None:
+            self._clock.start()
         output = self._sampled(step, unsampled)
+        if self._clock is not None:
+            self._clock.stop()
         output.forward_s, output.sample_s = unsampled.seconds, perf_counter() - began
         return output
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from drumline.config import DTYPE_ALIASES, LEAST_MODEL_LEN
+from drumline.config import DTYPE_ALIASES, LEAST_MODEL_LEN, ParallelConfig
 from drumline.errors import ConfigError, UnsupportedModelError
 from drumline.model.architectures import ARCHITECTURES, Architecture, layer_windows, why_refused
 from drumline.model.expert_spec import ExpertsSpec, read_experts
 from drumline.model.latent_spec import LatentSpec, read_latent
-from drumline.parallel.shards import HeadShard, attention_shards
+from drumline.parallel.shards import WIDTH_MULTIPLE, HeadShard, Range, attention_shards, vocab_shards, width_shards
 from drumline.plan.kv import KVSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -62,6 +62,8 @@ class ModelSpec:
     """If there are layers with experts."""
     latent: LatentSpec | None = None
     """If keys and values are made from latents."""
+    tp_weights: tuple[int, ...] = ()
+    """In what proportions TP ranks share it (``parallel.shards``); empty: evenly. Set by :meth:`weighted`."""
 
     @property
     def modeling_module(self) -> str:
@@ -107,9 +109,27 @@ class ModelSpec:
         first = self.max_positions if self.first_positions is None else self.first_positions
         return min(self.max_positions, first)
 
+    def weighted(self, parallel: ParallelConfig) -> ModelSpec:
+        """This spec, shared in the proportions of ``--tp-weights``. ConfigError if these are still to be found."""
+        weights = parallel.tp_weights
+        if isinstance(weights, str):
+            raise ConfigError(
+                f"--tp-weights {weights} is found before workers are started (drumline.engine.checks.check_model); "
+                "give numbers here"
+            )
+        return replace(self, tp_weights=weights)
+
     def heads(self, tp_size: int) -> tuple[HeadShard, ...]:
         """Attention heads of each TP rank. ConfigError if one would have none."""
-        return attention_shards(self.num_heads, self.num_kv_heads, tp_size)
+        return attention_shards(self.num_heads, self.num_kv_heads, tp_size, self.tp_weights)
+
+    def widths(self, width: int, tp_size: int) -> tuple[Range, ...]:
+        """Of a width inside the MLP the columns of each TP rank. ConfigError if one would have none."""
+        return width_shards(width, tp_size, WIDTH_MULTIPLE, self.tp_weights)
+
+    def vocabulary(self, tp_size: int) -> tuple[Range, ...]:
+        """Vocabulary ids of each TP rank, in embedding and head. ConfigError if one would have none."""
+        return vocab_shards(self.vocab_size, tp_size, self.tp_weights)
 
 
 def read_spec(folder: str | Path) -> ModelSpec:

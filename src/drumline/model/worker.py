@@ -18,14 +18,14 @@ from drumline.model.choose import make_forward
 from drumline.model.expert_balance import ExpertBalancer
 from drumline.model.expert_parallel import ExpertSharing, ParallelExperts
 from drumline.model.forward import Forward, ModuleForward
-from drumline.model.loader import load_model
+from drumline.model.loader import load_model, parameter_bytes
+from drumline.model.memory import Use, kv_room, warm_up
 from drumline.model.pipeline import make_stage
 from drumline.model.runner import ModelRunner
 from drumline.model.sampling import Sampler
 from drumline.model.stages import stage_layers
 from drumline.parallel.groups import Groups, Timeouts, init_groups
 from drumline.parallel.layout import Layout, device_index, global_rank, worker_places
-from drumline.parallel.shards import vocab_shards
 from drumline.plan.kv import KVConfig, KVSpec
 from drumline.plan.memory import StepCosts
 from drumline.plan.step import StepOutput, StepPlan
@@ -58,7 +58,7 @@ class ModelWorker:
             raise ConfigError("the model worker splits a model by tensor and pipeline parallelism only, so far")
         if not self.config.model.path:
             raise ConfigError("the model was not resolved to a local folder (drumline.model.resolve)")
-        self.spec = specs.read_spec(self.config.model.path)
+        self.spec = specs.read_spec(self.config.model.path).weighted(self.config.parallel)
         self.max_model_len = specs.resolve_max_model_len(self.config.model.max_model_len, self.spec)
         self.platform = resolve_platform(self.config.platform)
         self.layers = stage_layers(self.spec, self.config.parallel)[self.layout.coordinates(self.rank).pp]
@@ -69,9 +69,16 @@ class ModelWorker:
         self.groups: Groups | None = None
         self.device = torch.device("cpu")
         self.model: torch.nn.Module | None = None
+        self.weight_bytes = 0
+        """Of this rank's weights in the compute type, as ``drumline plan`` tells them. How they are laid out after that
+        is the forward's business: in fewer bytes where that loses nothing."""
         self.cache: KVCache | None = None
         self._runner: ModelRunner | None = None
         self._balancer: ExpertBalancer | None = None
+        self._opened = 0
+        """Bytes of the device that were free before this process opened it; 0: unknown."""
+        self._warm: Use | None = None
+        """Of the device before the weights."""
 
     @property
     def runner(self) -> ModelRunner:
@@ -85,7 +92,11 @@ class ModelWorker:
         self.platform.set_device(self.device_index)
 
     def init_device(self) -> None:
-        """Open the device and join the groups; then the worker has its name."""
+        """Open the device, join the groups and use them once; then the worker has its name.
+
+        What libraries and communicators keep is taken before there are weights and counted (``model.memory``).
+        """
+        self._opened = self.platform.free_before_use(self.device_index)
         self.device = self.platform.set_device(self.device_index)
         parallel = self.config.parallel
         spans = parallel.spans_engines
@@ -101,6 +112,8 @@ class ModelWorker:
             expert_balancing=parallel.enable_eplb,
             custom_all_reduce=not parallel.disable_custom_all_reduce,
         )
+        warm_up(self.device, self.groups, self.dtype)
+        self._warm = self._use()
         places = worker_places(parallel, self.rank)
         self.context.set_name(worker_name(**places, expert_parallel=parallel.enable_expert_parallel))
 
@@ -125,10 +138,12 @@ class ModelWorker:
             experts=self._expert_sharing(groups),
             progress=lambda done: self.context.set_phase(f"load_model {done:.0%}"),
         )
+        self.weight_bytes = parameter_bytes(self.model)
+        log.debug("the weights of this rank have %d bytes", self.weight_bytes)
         if self.config.parallel.enable_eplb:
             layers = [module for module in self.model.modules() if isinstance(module, ParallelExperts)]
             self._balancer = ExpertBalancer(layers, groups.eplb, self.config.parallel.eplb_config) if layers else None
-        sampler = Sampler(vocab_shards(self.spec.vocab_size, group.size), group, wants_logprobs=self._is_output_rank)
+        sampler = Sampler(self.spec.vocabulary(group.size), group, wants_logprobs=self._is_output_rank)
         self._runner = ModelRunner(
             self._forward(self.model),
             sampler,
@@ -194,7 +209,8 @@ class ModelWorker:
 
         ``kv_cache_memory_bytes`` if given. Else on the CPU the smaller of what ``max_num_seqs`` sequences of
         ``max_model_len`` need and a quarter of the host's available memory over the workers of this machine; on other
-        devices ``gpu_memory_utilization`` of the device less what is in use after a step of the largest size.
+        devices ``gpu_memory_utilization`` of the device less what this process uses at the peak of a step of the
+        largest size, and never more than is free.
         """
         cache = self.config.cache
         if cache.kv_cache_memory_bytes is not None:
@@ -209,18 +225,30 @@ class ModelWorker:
         return min(need, int(CPU_KV_SHARE * available / workers)) if available else need
 
     def _free_device_memory(self) -> int:
-        """What is left of this engine's share beside all that is in use, and what the largest step takes on top."""
-        stats = getattr(torch, self.device.type)
+        """What is left of this engine's share of the device after a step of the largest size."""
+        stats = torch.get_device_module(self.device)
         self.platform.synchronize()
-        before: int = stats.memory_allocated(self.device)
+        self.platform.empty_cache()
         stats.reset_peak_memory_stats(self.device)
         tokens, rows = self.config.scheduler.max_num_batched_tokens, self.config.scheduler.max_num_seqs
         self._run_dummy(tokens, min(tokens, rows))
         self.platform.synchronize()
-        step: int = stats.max_memory_allocated(self.device) - before
+        peak: int = stats.max_memory_reserved(self.device)
         self.platform.empty_cache()
+        after = self._use()
+        assert after is not None
+        assert self._warm is not None
+        room = kv_room(self._opened, self._warm, after, peak, self.config.cache.gpu_memory_utilization)
+        log.info("memory of the device: %s", room)
+        return room.kv
+
+    def _use(self) -> Use | None:
+        """Of the device now; None on CPUs, whose memory is the host's."""
+        if self.device.type == "cpu":
+            return None
         free, total = self.platform.memory(self.device_index)
-        return max(int(total * self.config.cache.gpu_memory_utilization) - (total - free) - step, 0)
+        reserved = torch.get_device_module(self.device).memory_reserved(self.device)
+        return Use(free, total, reserved, self.platform.own_memory(self.device_index))
 
     def initialize_from_config(self, kv_configs: list[KVConfig]) -> None:
         """Allocate the KV pool; ``kv_configs[rank]`` is this rank's."""
@@ -245,7 +273,7 @@ class ModelWorker:
         """See ``plan.memory``. A row: its logits and two things of their size, as they are compared, summed, sorted. A
         value: on its way between ranks, as numbers of Python's in the answer, and in the message."""
         group = self._groups().tp
-        ids = vocab_shards(self.spec.vocab_size, group.size)[group.rank_in_group]
+        ids = self.spec.vocabulary(group.size)[group.rank_in_group]
         return StepCosts(row_bytes=3 * 4 * ids.size, value_bytes=VALUE_BYTES + 16 * group.size)
 
     def reserve_memory(self, nbytes: int) -> None:
@@ -292,6 +320,10 @@ class ModelWorker:
     def while_idle(self) -> bool:
         """Prepare memory for prompts to come, a little at a time. False: nothing is left to do."""
         return self.cache is not None and self.cache.touch_ahead()
+
+    def busy_ns(self) -> int:
+        """How long this pipeline stage has computed; 0 where there is one alone, and before there is a model."""
+        return 0 if self._runner is None else self._runner.busy_ns()
 
     def check_health(self) -> None:
         """Raise if the device does not work any more."""

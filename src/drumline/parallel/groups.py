@@ -533,6 +533,12 @@ class Groups:
         """The same ranks, for moving experts. ConfigError unless made with ``expert_balancing``."""
         return self[GroupKind.EPLB]
 
+    @property
+    def for_experts(self) -> tuple[GroupCoordinator, ...]:
+        """Those of EP and EPLB that there are."""
+        kinds = (GroupKind.EP, GroupKind.EPLB)
+        return tuple(self._coordinators[kind] for kind in kinds if kind in self._coordinators)
+
     def close(self) -> None:
         """Give up all memory, connections and threads. Idempotent; no collective: peers that still wait get an error.
 

@@ -14,6 +14,12 @@ Attention heads. A KV head and the query heads that read it stay together:
 So on every rank the query heads are a whole multiple of its KV heads and ``repeat_kv`` works there unchanged. (A more
 even split of query heads over ranks exists, for example 2, 2, 2, 2, 1 of 9 heads over 5 ranks, but its ranks hold
 query heads of two KV heads with different counts, which no attention kernel takes.)
+
+**Weights** (``--tp-weights``). Ranks of unlike devices get heads, MLP widths and vocabulary in proportion to whole
+numbers, one for each rank, by largest remainders (Hamilton's method): every share is within one unit of its exact one,
+and a larger weight never has less. A unit is a KV head with all its query heads, 16 columns of an MLP, an id of the
+vocabulary. With TP > KV heads the ranks are laid over the KV heads so that their query heads come closest to the
+proportions, in the sum of squares. Weights that leave a rank no head at all are refused. Equal weights are no weights.
 """
 
 from __future__ import annotations
@@ -71,8 +77,58 @@ def split(total: int, parts: int) -> tuple[Range, ...]:
     return tuple(Range(start, stop) for start, stop in pairwise(starts))
 
 
-def attention_shards(num_heads: int, num_kv_heads: int, tp: int) -> tuple[HeadShard, ...]:
-    """Heads of each TP rank, see the module's docstring. ConfigError if TP is above the number of query heads."""
+def apportion(total: int, weights: Sequence[int], least: int = 0) -> tuple[int, ...]:
+    """``total`` units in proportion to ``weights``, by largest remainders; among equal ones the first gets more.
+
+    ``least``: what each gets at least; the others share what is left. ValueError if that is more than there is, or a
+    weight is not above 0.
+    """
+    if not weights or min(weights) < 1 or total < least * len(weights):
+        raise ValueError(f"cannot share {total} units by {list(weights)}, at least {least} each")
+    others, rest = list(range(len(weights))), total
+    while True:
+        whole = sum(weights[place] for place in others)
+        low = {place for place in others if rest * weights[place] < least * whole}
+        if not low:
+            break
+        others, rest = [place for place in others if place not in low], rest - least * len(low)
+    shares = [least] * len(weights)
+    for place in others:
+        shares[place] = rest * weights[place] // whole
+    short = rest - sum(shares[place] for place in others)
+    for place in sorted(others, key=lambda place: (-(rest * weights[place] % whole), place))[:short]:
+        shares[place] += 1
+    return tuple(shares)
+
+
+def auto_weights(free: Sequence[int]) -> tuple[int, ...]:
+    """Weights of ranks whose devices have so much free memory, in bytes: sixteenths of the largest, at least 1.
+
+    That coarse on purpose: two like devices never have the same number of bytes free. Empty: even, or unknown (0).
+    """
+    if not free or min(free) <= 0:
+        return ()
+    weights = tuple(max(1, round(16 * one / max(free))) for one in free)
+    divisor = math.gcd(*weights)
+    return () if len(set(weights)) == 1 else tuple(weight // divisor for weight in weights)
+
+
+def ease_weights(num_heads: int, num_kv_heads: int, weights: Sequence[int]) -> tuple[int, ...]:
+    """The weights, or else those nearest to them with which every rank has heads: the same is added to each. Empty:
+    equal ones, which may not do either (``attention_shards`` says why)."""
+    for more in range(16 * max(weights, default=0)):  # by then they are as good as equal
+        eased = tuple(weight + more for weight in weights)
+        try:
+            attention_shards(num_heads, num_kv_heads, len(eased), eased)
+        except ConfigError:
+            continue
+        return eased
+    return ()
+
+
+def attention_shards(num_heads: int, num_kv_heads: int, tp: int, weights: Sequence[int] = ()) -> tuple[HeadShard, ...]:
+    """Heads of each TP rank, see the module's docstring. ConfigError if TP is above the number of query heads, or the
+    weights leave a rank without a head."""
     if num_heads < 1 or num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ConfigError(f"{num_heads} query heads are no multiple of {num_kv_heads} KV heads")
     if tp > num_heads:
@@ -80,19 +136,77 @@ def attention_shards(num_heads: int, num_kv_heads: int, tp: int) -> tuple[HeadSh
             f"--tensor-parallel-size {tp} is more than the model's {num_heads} query heads, so some ranks would have "
             f"none: use at most {num_heads}"
         )
+    weights = _checked_weights(weights, tp)
     group = num_heads // num_kv_heads
     if tp <= num_kv_heads:
-        return tuple(HeadShard(kv.scaled(group), kv) for kv in split(num_kv_heads, tp))
+        shares = _no_empty(apportion(num_kv_heads, weights), weights, "KV heads (with all their query heads)")
+        return tuple(HeadShard(kv.scaled(group), kv) for kv in _ranges(shares))
+    _no_empty(apportion(num_heads, weights), weights, "query heads")
+    even = len(set(weights)) == 1
     shards: list[HeadShard] = []
-    for head, ranks in enumerate(split(tp, num_kv_heads)):
-        first = head * group
-        for part in split(group, ranks.size):
-            shards.append(HeadShard(Range(first + part.start, first + part.stop), Range(head, head + 1)))
+    for head, ranks in enumerate(split(tp, num_kv_heads) if even else _over_heads(group, num_kv_heads, weights)):
+        for part in _ranges(apportion(group, weights[ranks.as_slice()], least=1)):
+            shards.append(HeadShard(part.shifted(head * group), Range(head, head + 1)))
     return tuple(shards)
 
 
-def width_shards(width: int, tp: int, multiple: int = 1) -> tuple[Range, ...]:
-    """Rows or columns of an MLP (or any plain matrix) of each TP rank.
+def _checked_weights(weights: Sequence[int], tp: int) -> tuple[int, ...]:
+    if not weights:
+        return (1,) * tp
+    if len(weights) != tp:
+        raise ConfigError(
+            f"--tp-weights {_shown(weights)} has {len(weights)} numbers, but --tensor-parallel-size is {tp}: give one "
+            "for each rank"
+        )
+    return tuple(weights)
+
+
+def _no_empty(shares: tuple[int, ...], weights: Sequence[int], what: str) -> tuple[int, ...]:
+    if 0 in shares:
+        rank, total = shares.index(0), sum(shares)
+        raise ConfigError(
+            f"--tp-weights {_shown(weights)} leaves TP rank {rank} nothing: its part of {total} {what} is "
+            f"{total * weights[rank] / sum(weights):.2f} of one. Use weights that are less far apart"
+        )
+    return shares
+
+
+def _shown(weights: Sequence[int]) -> str:
+    return ",".join(map(str, weights))
+
+
+def _ranges(sizes: Sequence[int]) -> tuple[Range, ...]:
+    return tuple(Range(start, stop) for start, stop in pairwise([0, *accumulate(sizes)]))
+
+
+def _over_heads(group: int, num_kv_heads: int, weights: Sequence[int]) -> tuple[Range, ...]:
+    """Ranks that share each KV head, whose ``group`` query heads they split; there are more ranks than KV heads."""
+    tp, whole, heads = len(weights), sum(weights), group * num_kv_heads
+
+    def cost(start: int, stop: int) -> int:
+        """Squares of how far the ranks' query heads are from their exact part, times the sum of weights."""
+        shares = apportion(group, weights[start:stop], least=1)
+        return sum(
+            (share * whole - heads * weight) ** 2 for share, weight in zip(shares, weights[start:stop], strict=True)
+        )
+
+    # Over "the first h KV heads have the first n ranks": the least cost, and where the last of them starts.
+    table: list[dict[int, tuple[int, int]]] = [{0: (0, 0)}]
+    for _ in range(num_kv_heads):
+        row: dict[int, tuple[int, int]] = {}
+        for start, (before, _) in table[-1].items():
+            for stop in range(start + 1, min(start + group, tp) + 1):
+                found = before + cost(start, stop), start
+                row[stop] = min(row.get(stop, found), found)
+        table.append(row)
+    ends = [tp]
+    for row in reversed(table[1:]):
+        ends.append(row[ends[-1]][1])
+    return tuple(Range(start, stop) for start, stop in pairwise(reversed(ends)))
+
+
+def width_shards(width: int, tp: int, multiple: int = 1, weights: Sequence[int] = ()) -> tuple[Range, ...]:
+    """Rows or columns of an MLP (or any plain matrix) of each TP rank; each has one at least.
 
     Ranges begin at whole multiples of ``multiple`` if every rank can have at least one whole multiple (kernels and
     caches like round widths), else they are split to the element. ConfigError if there are more ranks than elements.
@@ -102,15 +216,16 @@ def width_shards(width: int, tp: int, multiple: int = 1) -> tuple[Range, ...]:
             f"--tensor-parallel-size {tp} is more than the model's width of {width}, so some ranks would have nothing: "
             f"use at most {width}"
         )
+    weights = _checked_weights(weights, tp)
     if multiple > 1 and width // multiple >= tp:
-        units = split(-(-width // multiple), tp)
+        units = _ranges(apportion(-(-width // multiple), weights, least=1))
         return tuple(Range(part.start * multiple, min(part.stop * multiple, width)) for part in units)
-    return split(width, tp)
+    return _ranges(apportion(width, weights, least=1))
 
 
-def vocab_shards(vocab_size: int, tp: int) -> tuple[Range, ...]:
+def vocab_shards(vocab_size: int, tp: int, weights: Sequence[int] = ()) -> tuple[Range, ...]:
     """Vocabulary ids of each TP rank; embedding and output head use the same ranges (tied or not)."""
-    return width_shards(vocab_size, tp)
+    return width_shards(vocab_size, tp, weights=weights)
 
 
 def pipeline_split(

@@ -163,6 +163,14 @@ class Platform(ABC):
     def memory(self, index: int) -> DeviceMemory:
         """Free and total memory of device ``index`` now, by all processes' use."""
 
+    def free_before_use(self, index: int) -> int:
+        """Free bytes of device ``index`` as the driver tells them without opening it; 0: it does not."""
+        return 0
+
+    def own_memory(self, index: int) -> int | None:
+        """Bytes of device ``index`` that this process has in all, as the driver says; None: it does not."""
+        return None
+
     def peer_access(self, first: int, second: int) -> bool:
         """Whether two devices of this machine reach each other's memory directly."""
         return False

@@ -50,6 +50,8 @@ class Gpu:
     uuid: str
     name: str
     memory: int = 0
+    free: int = 0
+    """Bytes that nobody uses; 0: unknown."""
     bus: str = ""
     instances: tuple[Gpu, ...] = ()
     """MIG instances; a GPU that has some can only be used through them."""
@@ -88,6 +90,7 @@ class CudaPlatform(Platform):
                 name=gpu.name,
                 uuid=gpu.uuid,
                 memory=gpu.memory,
+                free=gpu.free,
                 bus=gpu.bus,
                 numa_node=node_of_device(gpu.bus),
             )
@@ -140,6 +143,14 @@ class CudaPlatform(Platform):
         import torch
 
         return DeviceMemory(*torch.cuda.mem_get_info(index))
+
+    def free_before_use(self, index: int) -> int:
+        """See :meth:`Platform.free_before_use`; from NVML or nvidia-smi."""
+        return sum(device.free for device in self.device_table().devices[index : index + 1])
+
+    def own_memory(self, index: int) -> int | None:
+        """See :meth:`Platform.own_memory`; from NVML, which lists processes of its own PID namespace only."""
+        return _nvml_own(self.device_table().devices[index].uuid, os.getpid())
 
     def peer_access(self, first: int, second: int) -> bool:
         """As a probe in another process found, once for all who ask (:mod:`drumline.platforms.peers`)."""
@@ -241,20 +252,19 @@ def _nvml_gpu(nvml: Any, handle: Any) -> Gpu:
             part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
         except nvml.NVMLError:  # places without an instance
             continue
-        instances.append(
-            Gpu(
-                uuid=_text(nvml.nvmlDeviceGetUUID(part)),
-                name=_text(nvml.nvmlDeviceGetName(part)),
-                memory=int(nvml.nvmlDeviceGetMemoryInfo(part).total),
-                bus=bus,
-            )
-        )
+        instances.append(_nvml_part(nvml, part, bus))
+    return replace(_nvml_part(nvml, handle, bus), instances=tuple(instances))
+
+
+def _nvml_part(nvml: Any, handle: Any, bus: str) -> Gpu:
+    """A GPU, or an instance of one."""
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     return Gpu(
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         name=_text(nvml.nvmlDeviceGetName(handle)),
-        memory=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        memory=int(memory.total),
+        free=int(memory.free),
         bus=bus,
-        instances=tuple(instances),
     )
 
 
@@ -285,6 +295,32 @@ def _ask_nvml(uuids: Sequence[str]) -> tuple[str, dict[str, int], dict[str, str]
         pynvml.nvmlShutdown()
 
 
+def _nvml_own(uuid: str, pid: int) -> int | None:
+    """Bytes that a process has on a GPU; None if NVML cannot be asked, or does not list it."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return bytes_of(
+            pid, pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByUUID(uuid.encode()))
+        )
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def bytes_of(pid: int, processes: Sequence[Any]) -> int | None:
+    """What NVML's list of a GPU's processes has for one of them; None: it is not there, or its memory is not known."""
+    found = [one.usedGpuMemory for one in processes if one.pid == pid]
+    return int(found[0]) if len(found) == 1 and found[0] else None
+
+
 _P2P = ("ok", "the chipset does not support it", "the GPU does not support it", "the topology does not allow it",
         "switched off by the driver's settings", "not supported", "unknown")  # fmt: skip
 """NVML's states of peer-to-peer, by number."""
@@ -310,7 +346,7 @@ def _text(value: str | bytes) -> str:
 
 def _from_smi() -> tuple[Gpu, ...] | None:
     """None if there is no nvidia-smi or it does not answer."""
-    query = ["--query-gpu=uuid,name,memory.total,pci.bus_id", "--format=csv,noheader,nounits"]
+    query = ["--query-gpu=uuid,name,memory.total,pci.bus_id,memory.free", "--format=csv,noheader,nounits"]
     table = _smi(*query)
     return None if table is None else parse_smi(table, _smi("-L") or "")
 
@@ -326,7 +362,8 @@ def _smi(*arguments: str) -> str | None:
 
 
 def parse_smi(table: str, listing: str) -> tuple[Gpu, ...]:
-    """GPUs of ``nvidia-smi --query-gpu=uuid,name,memory.total,pci.bus_id`` (CSV, MiB) and of ``nvidia-smi -L``."""
+    """GPUs of ``nvidia-smi --query-gpu=uuid,name,memory.total,pci.bus_id,memory.free`` (CSV, MiB) and of
+    ``nvidia-smi -L``."""
     instances: dict[str, list[tuple[str, str]]] = {}
     gpu = ""
     for line in listing.splitlines():
@@ -339,12 +376,13 @@ def parse_smi(table: str, listing: str) -> tuple[Gpu, ...]:
     gpus = []
     for line in table.splitlines():
         fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 4:
-            uuid, name, memory, bus = fields
-            size = int(memory) << 20 if memory.isdigit() else 0  # "[N/A]" where GPU and host share their memory
+        if len(fields) == 5:
+            uuid, name, memory, bus, unused = fields
+            # "[N/A]" where GPU and host share their memory
+            size, free = (int(text) << 20 if text.isdigit() else 0 for text in (memory, unused))
             bus = bus_address(bus)
             parts = tuple(Gpu(uuid=part, name=kind, bus=bus) for part, kind in instances.get(uuid, ()))
-            gpus.append(Gpu(uuid=uuid, name=name, memory=size, bus=bus, instances=parts))
+            gpus.append(Gpu(uuid=uuid, name=name, memory=size, free=free, bus=bus, instances=parts))
     return tuple(gpus)
 
 

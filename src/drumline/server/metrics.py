@@ -253,6 +253,25 @@ def _engine(service: Service, stats: EngineStats, labels: dict[str, str]) -> Ite
     for phase in PHASES:
         seconds.add_metric([*labels.values(), phase], getattr(stats, f"{phase}_s"))
     yield seconds
+    if stats.stage_busy_s:
+        yield from _stages(stats, labels)
+
+
+def _stages(stats: EngineStats, labels: dict[str, str]) -> Iterator[Metric]:
+    """Of the pipeline; only where there are several stages."""
+    text = "Seconds with a step in flight in the pipeline"
+    yield _counter("drumline:pipeline_active_seconds", text, stats.active_s, labels)
+    names = [*labels, "stage"]
+    busy = CounterMetricFamily(
+        "drumline:stage_busy_seconds", "Seconds that a pipeline stage has computed", labels=names
+    )
+    text = "Busy part of the last second (at least) with a step in flight, of each pipeline stage"
+    lately = GaugeMetricFamily("drumline:stage_busy_fraction", text, labels=names)
+    for stage, (seconds, fraction) in enumerate(zip(stats.stage_busy_s, stats.stage_busy, strict=True)):
+        busy.add_metric([*labels.values(), str(stage)], seconds)
+        lately.add_metric([*labels.values(), str(stage)], fraction)
+    yield busy
+    yield lately
 
 
 def _recoveries(found: Recoveries, labels: dict[str, str]) -> Iterator[Metric]:

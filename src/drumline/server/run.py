@@ -275,8 +275,7 @@ class Command:
         from drumline.server.models import resolve
 
         self.service.set_phase("resolving the model")
-        config = await resolve(self._config, self.service.set_phase)
-        check_model(config)
+        config = check_model(await resolve(self._config, self.service.set_phase))
         self.service.set_phase("starting the engine")
         self._engine = self.service.engine = make_engine(config, self._server)
         self._marks.end("model folder", time.monotonic())

@@ -34,7 +34,7 @@ from drumline.worker.outputs import OutputThread, is_async
 from drumline.worker.rehearse import rehearse_call
 from drumline.worker.segment import RETURNED, SERIALISED, Progress
 from drumline.worker.wire import ALL_RANKS, Buffer, CallDecoder, CallFailed, CallHead, Request, encode_answer, read_head
-from drumline.worker.wrapper import bind, idle_work, init_output_thread, step_of
+from drumline.worker.wrapper import bind, busy_ns, idle_work, init_output_thread, step_of
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +113,7 @@ class WorkerLoop:
         self._process = process
         self._fail_lock = threading.Lock()
         self._while_idle = idle_work(worker)
+        self._busy_ns = busy_ns(worker)
         channels.waiter.rehearse(rehearse_call(channels.codec, rank))
         self._garbage = Garbage()
         self._outputs = OutputThread(lambda: init_output_thread(worker), channels.waiter.ring)
@@ -170,6 +171,8 @@ class WorkerLoop:
             if method == WARM_UP:
                 self._garbage.freeze()
             self._progress.beat(self._rank, call_id, RETURNED)
+            if self._busy_ns is not None:
+                self._progress.set_busy(self._rank, self._busy_ns())
             if reply_rank != self._rank and reply_rank != ALL_RANKS:
                 self._end(call_id)
             elif is_async(value):

@@ -86,6 +86,10 @@ class Worker(Protocol):
         missing. The place for what would cost the next call time. No collective may be in it; what it raises ends the
         worker."""
 
+    def busy_ns(self) -> int:
+        """For how long it has been busy since it was made, in ns, without waits for other pipeline stages. Asked after
+        every call. May be missing."""
+
     def check_health(self) -> None:
         """Raise if the device does not work any more."""
 

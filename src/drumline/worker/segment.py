@@ -10,11 +10,11 @@
 A progress line has eight 64-bit words: the id of the last call that the rank has ended (well or not), how many failures
 it has sent over its control connection, the id of the last call that it has begun, and when (CLOCK_MONOTONIC, ns). The
 executor reads the first two only after a failure, to find out whether all ranks have ended the call that failed and
-whether it has heard of all failures; the others to say what a rank is doing that has not answered. The last four are
-beats: how far the loop is with its call, how far the output thread is, how many phases were told (the last word is
-free). Any change of the line is a heartbeat: it moves before a call, after it, after its answer
-is serialised, and with each phase, and rests while the rank waits for a call. Nobody rings for it: the executor's
-keeper compares lines while calls are in flight (:mod:`drumline.executor.stalls`).
+whether it has heard of all failures; the others to say what a rank is doing that has not answered. Three more are
+beats: how far the loop is with its call, how far the output thread is, how many phases were told. The last one is how
+long the worker says that it has been busy (ns). Any change of the line is a heartbeat: it moves before a call, after
+it, after its answer is serialised, and with each phase, and rests while the rank waits for a call. Nobody rings for it:
+the executor's keeper compares lines while calls are in flight (:mod:`drumline.executor.stalls`).
 
 Large buffers of calls have an arena of their own (:mod:`drumline.transport.arena`), since readers map it read-only and
 views of it may outlive the rest. The doorbells lie in memory of their own, 64 bytes each (the executor's may be shared
@@ -119,6 +119,14 @@ class Progress:
     def beat_phase(self, rank: int) -> None:
         """A phase was told. One thread at a time."""
         self._words[rank * _WORDS + 6] += 1
+
+    def set_busy(self, rank: int, busy_ns: int) -> None:
+        """The worker has been busy for so long since it was made, in ns."""
+        self._words[rank * _WORDS + 7] = busy_ns
+
+    def busy(self) -> list[int]:
+        """For each rank, in ns; 0 where workers do not say."""
+        return [self._words[at + 7] for at in self._ranks]
 
     def end(self, rank: int, call_id: int) -> None:
         """This rank has ended this call, and everything that it had to say about it has been said."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_WORKER = "drumline.model.worker:ModelWorker"
 """What ``worker_cls="auto"`` means."""
+SHARED_SHOWN = 5
+"""Most names that a message about shared attributes has."""
 
 
 def import_name(name: str) -> Any:
@@ -52,9 +55,13 @@ def worker_class_name(process: ProcessConfig) -> str:
 def load_worker_class(process: ProcessConfig) -> type:
     """The worker class with its extension mixed in. ConfigError if a name is wrong or the two share an attribute."""
     worker = _import_class(worker_class_name(process), "--worker-cls")
-    if not process.worker_extension_cls:
-        return worker
-    return mix(worker, _import_class(process.worker_extension_cls, "--worker-extension-cls"))
+    extension = _load_extension(process)
+    return worker if extension is None else mix(worker, extension)
+
+
+def _load_extension(process: ProcessConfig) -> type | None:
+    name = process.worker_extension_cls
+    return _import_class(name, "--worker-extension-cls") if name else None
 
 
 def _import_class(name: str, option: str) -> type:
@@ -68,16 +75,65 @@ def _import_class(name: str, option: str) -> type:
 
 
 def mix(worker: type, extension: type) -> type:
-    """A subclass of both. ConfigError if they share an attribute: neither may silently hide the other's."""
-    shared = sorted(
-        name for name in dir(extension) if not (name.startswith("__") and name.endswith("__")) and hasattr(worker, name)
-    )
-    if shared:
+    """A subclass of both. ConfigError if they share an attribute: neither may silently hide the other's.
+
+    Special methods count where both define them; an ``__init__`` of the extension would never run. What the worker
+    sets on itself when it is made is looked at by :func:`refuse_hidden`.
+    """
+    if issubclass(extension, worker):
         raise ConfigError(
-            f"worker extension {extension.__name__} and worker class {worker.__name__} share {', '.join(shared)}: "
-            "rename them in the extension (--worker-extension-cls)"
+            f"worker extension {extension.__name__} is a subclass of the worker class {worker.__name__}: give it as "
+            "--worker-cls, or leave the base out"
         )
-    return type(worker.__name__, (worker, extension), {"__module__": worker.__module__, "__doc__": worker.__doc__})
+    shared = [name for name in _names(extension) if hasattr(worker, name)]
+    _refuse_shared(shared, worker, extension)
+    own, brought = _special(worker), _special(extension)
+    if special := sorted(name for name, it in brought.items() if own.get(name, it) is not it):
+        raise ConfigError(
+            f"worker extension {extension.__name__} has {', '.join(special)}, which the worker class {worker.__name__} "
+            "has too and which would never run: move what it does into methods that you call "
+            "(--worker-extension-cls)"
+        )
+    try:
+        return type(worker.__name__, (worker, extension), {"__module__": worker.__module__, "__doc__": worker.__doc__})
+    except TypeError as error:
+        raise ConfigError(
+            f"worker extension {extension.__name__} and worker class {worker.__name__} cannot be one class: {error} "
+            "(--worker-extension-cls)"
+        ) from error
+
+
+def refuse_hidden(worker: Any, extension: type) -> None:
+    """ConfigError if the worker object has set an attribute on itself that hides one of its extension's."""
+    own = getattr(worker, "__dict__", {})
+    _refuse_shared([name for name in _names(extension) if name in own], type(worker), extension)
+
+
+def _refuse_shared(names: list[str], worker: type, extension: type) -> None:
+    if not names:
+        return
+    more = f" and {len(names) - SHARED_SHOWN} more" if len(names) > SHARED_SHOWN else ""
+    raise ConfigError(
+        f"worker extension {extension.__name__} and worker class {worker.__name__} share "
+        f"{', '.join(names[:SHARED_SHOWN])}{more}: rename them in the extension (--worker-extension-cls)"
+    )
+
+
+def _names(extension: type) -> list[str]:
+    """What an extension brings, special names aside."""
+    return sorted(name for name in dir(extension) if not _is_special(name))
+
+
+def _special(cls: type) -> dict[str, Any]:
+    """Special methods that a class has from anybody but ``object``."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        found |= {name: it for name, it in vars(base).items() if _is_special(name) and inspect.isroutine(it)}
+    return {name: it for name, it in found.items() if not name.startswith("__annotate")}
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
 
 
 def start_worker(
@@ -97,16 +153,21 @@ def start_worker(
 
     """
     context.set_phase("import worker class")
-    cls = load_worker_class(context.config.process)
+    process = context.config.process
+    cls, extension = load_worker_class(process), _load_extension(process)
     context.set_phase("construct")
     worker = cls(context)
     made(worker)
+    if extension is not None:
+        refuse_hidden(worker, extension)
     context.set_phase("init_device")
     _log_place(context, device)
     _call_if_there(worker, "init_device")
     joined()
     context.set_phase("load_model")
     _call_if_there(worker, "load_model")
+    if extension is not None:
+        refuse_hidden(worker, extension)
     return worker
 
 
@@ -138,6 +199,12 @@ def init_output_thread(worker: Any) -> None:
 def idle_work(worker: Any) -> Callable[[], bool]:
     """The worker's ``while_idle``; without one there is never anything to do."""
     return getattr(worker, "while_idle", None) or (lambda: False)
+
+
+def busy_ns(worker: Any) -> Callable[[], int] | None:
+    """The worker's ``busy_ns``; None: it does not say."""
+    found: Callable[[], int] | None = getattr(worker, "busy_ns", None)
+    return found
 
 
 def check_health(worker: Any) -> None:
