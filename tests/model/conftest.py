@@ -11,7 +11,7 @@ from drumline.model.worker import ModelWorker
 from drumline.plan.kv import KVConfig
 from drumline.worker.protocol import WorkerContext
 from tests.model.ranks import RankHost
-from tests.model.tiny import FLAT_SHAPES, SHAPES, make_tiny
+from tests.model.tiny import FLAT_SHAPES, SECOND_SHAPES, SHAPES, make_tiny
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
     return get
 
 
-@pytest.fixture(params=list(SHAPES))
+@pytest.fixture(
+    params=[pytest.param(shape, marks=pytest.mark.matrix if shape in SECOND_SHAPES else ()) for shape in SHAPES]
+)
 def shape(request: pytest.FixtureRequest) -> str:
     """Each of the tiny models."""
     return str(request.param)

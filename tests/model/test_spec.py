@@ -237,6 +237,8 @@ def test_experts() -> None:
     assert deepseek.mlp_widths == (1536, 2048, 4096)
     with pytest.raises(ConfigError, match="n_group: 256 experts are no multiple of 5 groups"):
         spec_from_config(said | {"model_type": "deepseek_v3", "n_group": 5})
+    with pytest.raises(ConfigError, match="n_group: 256 experts in 256 groups, which are chosen by their best two"):
+        spec_from_config(said | {"model_type": "deepseek_v3", "n_group": 256})
     mixtral = spec_from_config(said | {"model_type": "mixtral"})
     assert mixtral.experts == ExpertsSpec(num_experts=8, top_k=2, width=1536, layers=frozenset(range(5)))
     with pytest.raises(ConfigError, match="num_experts_per_tok: 9 of 8 experts"):

@@ -403,6 +403,9 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+SECOND_SHAPES = {"qwen3_moe-sparse", "deepseek_v3-wide"}
+"""Those that ``make matrix`` tries: others of their type have the same modules."""
+
 FLAT_SHAPES = [shape for shape, (name, _, _) in SHAPES.items() if getattr(transformers, name).model_type in flat.KNOWN]
 """Those that the fast forwards know (``drumline.model.flat``)."""
 

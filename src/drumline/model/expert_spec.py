@@ -94,6 +94,8 @@ def read_experts(config: Mapping[str, Any], defaults: MoeDefaults | None, num_la
     groups = int(config.get("n_group", defaults.groups) or 1)
     if count % groups:
         raise ValueError(f"n_group: {count} experts are no multiple of {groups} groups")
+    if defaults.where == "after_dense" and count < 2 * groups:
+        raise ValueError(f"n_group: {count} experts in {groups} groups, which are chosen by their best two")
     if defaults.width is None:
         width = int(config["intermediate_size"])
     else:
