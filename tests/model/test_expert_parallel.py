@@ -86,7 +86,7 @@ CASES = [
     ("qwen3_moe", 3, 1, "all_to_all", "all_to_all"),
     pytest.param("mixtral", 3, 1, "allgather_reducescatter", "all_gather", marks=LONG),
     ("mixtral", 2, 2, "auto", "sum"),
-    ("gpt_oss", 3, 1, "auto", "sum"),
+    pytest.param("gpt_oss", 3, 1, "auto", "sum", marks=LONG),
     pytest.param("gpt_oss", 2, 1, "all_to_all", "all_to_all", marks=LONG),
     pytest.param("deepseek_v3", 2, 1, "auto", "sum", marks=LONG),
     pytest.param("deepseek_v3", 3, 1, "all_to_all", "all_to_all", marks=LONG),
@@ -126,7 +126,7 @@ ENGINES = [
     pytest.param("qwen3_moe", 2, 1, 1, "auto", marks=LONG),
     ("qwen3_moe", 2, 2, 1, "auto"),
     pytest.param("mixtral", 3, 1, 1, "auto", marks=LONG),
-    ("mixtral", 2, 1, 1, "allgather_reducescatter"),
+    pytest.param("mixtral", 2, 1, 1, "allgather_reducescatter", marks=LONG),
     pytest.param("mixtral", 2, 2, 1, "allgather_reducescatter", marks=LONG),
     pytest.param("mixtral", 2, 1, 2, "all_to_all", marks=LONG),
     pytest.param("deepseek_v3", 2, 2, 1, "all_to_all", marks=LONG),
@@ -164,7 +164,7 @@ def test_experts_over_engines_in_lockstep(
 
 
 BALANCED = [
-    ("qwen3_moe", {"tensor_parallel_size": 3}, 4),
+    pytest.param("qwen3_moe", {"tensor_parallel_size": 3}, 4, marks=LONG),
     pytest.param("mixtral", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 0, marks=LONG),
     pytest.param("mixtral", {"tensor_parallel_size": 2, "all2all_backend": "all_to_all"}, 2, marks=LONG),
     pytest.param("gpt_oss", {"tensor_parallel_size": 2}, 3, marks=LONG),

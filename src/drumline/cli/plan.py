@@ -309,8 +309,9 @@ def _expert_table(experts: ExpertsSpec, parallel: ParallelConfig) -> str:
     table = [("EP", "experts of each layer" + (", at first" if parallel.enable_eplb else ""))]
     for rank in range(ranks):
         held = placement.of_rank(rank)
-        text = _range(Range(held[0], held[-1] + 1)) if held[0] <= held[-1] else ",".join(map(str, held))
-        table.append((str(rank), text))
+        first = held.index(0) if 0 in held else 0  # behind the last expert comes the first one again
+        runs = [Range(run[0], run[-1] + 1) for run in (held[:first], held[first:]) if run]
+        table.append((str(rank), ", ".join(map(_range, runs))))
     return f"{_table(table)}\n"
 
 
