@@ -65,11 +65,22 @@ def test_who_misses_another_is_not_the_root() -> None:
     """Seen where a rank raised in a step: the other one's error was there first, since it had less to write down."""
     misses = make_report(raised(CollectiveError("rank 0 has left the group")), role="Worker_TP1")
     raises = make_report(raised(ValueError("its own")), role="Worker_TP0")
-    misses.time, raises.time = 10.0, 10.05
+    misses.time, raises.time, raises.pid = 10.0, 10.05, misses.pid + 1
     root = fold([misses, raises])
     assert (root.role, [one.role for one in root.folded]) == ("Worker_TP0", ["Worker_TP1"])
     raises.time = 12.0  # a group's timeout, and what came of it
     assert fold([misses, raises]).role == "Worker_TP1"
+
+
+def test_what_a_process_says_later_follows_from_what_it_said_first() -> None:
+    """A rank whose neighbour was ended misses it, and then is asked for a step that needs the one that failed."""
+    misses = make_report(raised(CollectiveError("rank 1 has left the group")), role="Worker_TP0")
+    next_step = make_report(raised(RuntimeError("step 8 does not fit slot 0")), role="Worker_TP0")
+    ended = exit_report(role="Worker_TP1", rank=1, pid=misses.pid + 1, phase="", code=None, signal=15)
+    misses.time, next_step.time, ended.time = 10.0, 10.01, 10.4
+    for given in ([misses, next_step, ended], [next_step, ended, misses]):
+        root = fold(given)
+        assert (root.role, [one.type for one in root.folded]) == ("Worker_TP1", [misses.type, next_step.type])
 
 
 def test_a_dead_fork_server_is_the_root() -> None:

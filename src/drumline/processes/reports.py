@@ -160,9 +160,13 @@ def fold(reports: Sequence[FailureReport], server: FailureReport | None = None) 
 
     A dead fork server explains the deaths of its children. Otherwise the earliest counts, where deaths seen from
     outside are taken as :data:`NOTICE_SLACK_S` earlier than they were noticed, and what a rank says that misses
-    another one as :data:`CONSEQUENCE_SLACK_S` later.
+    another one as :data:`CONSEQUENCE_SLACK_S` later. What a process says after its first word follows from that.
     """
-    ordered = sorted(reports, key=_moment)
+    first: dict[tuple[str, int], float] = {}
+    for report in sorted(reports, key=lambda report: report.time):
+        if report.pid:
+            first.setdefault((report.host, report.pid), _moment(report))
+    ordered = sorted(reports, key=lambda report: max(_moment(report), first.get((report.host, report.pid), 0.0)))
     if server is not None:
         ordered = [server, *ordered]
     root, rest = ordered[0], ordered[1:]
