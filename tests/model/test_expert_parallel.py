@@ -12,7 +12,7 @@ import pytest
 from drumline.config import EngineConfig, ParallelConfig
 from drumline.model.spec import read_spec
 from drumline.plan.sampling import SlotSampling
-from tests.model.conftest import engine_config
+from tests.model.conftest import engine_config, start_worker
 from tests.model.driver import Driver, Running, prompts
 from tests.model.equality import Tally, compare_sampled
 from tests.model.ranks import RankHost
@@ -122,6 +122,21 @@ def test_experts_over_tensor_parallel_ranks(
             assert len({weight for layer in layers for weight in layer["weights"]}) == count
 
 
+@pytest.mark.parametrize("how", ["auto", "all_to_all", "allgather_reducescatter"])
+def test_one_rank_has_all_experts(tiny: Tiny, how: str) -> None:
+    """Every way of bringing rows to experts, where they are here already."""
+    folder, model = tiny("qwen3_moe-sparse")
+    worker = start_worker(configured(folder, all2all_backend=how))
+    driver = Driver(worker.execute_model, max_chunk=11)  # type: ignore[arg-type]
+    requests = [driver.add(p, s, 5) for p, s in zip(prompts(3, 271, 20), SAMPLINGS, strict=False)]
+    driver.run()
+    tally = Tally()
+    for request in requests:
+        tally.add(compare_sampled(model, request.prompt, request.outputs, request.sampling), request.sampling)
+    tally.check()
+    worker.shutdown()
+
+
 ENGINES = [
     pytest.param("qwen3_moe", 2, 1, 1, "auto", marks=LONG),
     ("qwen3_moe", 2, 2, 1, "auto"),
@@ -179,7 +194,7 @@ def test_experts_move_and_nothing_changes(
 ) -> None:
     """Experts are placed anew every third step, over and over; tokens stay those of transformers."""
     folder, model = tiny(shape)
-    balancing = {"step_interval": 3, "window_size": 4, "num_redundant_experts": redundant}
+    balancing = {"step_interval": 3, "window_size": 4, "num_redundant_experts": redundant, "log_balancedness": True}
     config = configured(folder, enable_eplb=True, eplb_config=balancing, **parallel)
     engines = Engines(rank_host, config)
     last = config.parallel.data_parallel_size - 1
