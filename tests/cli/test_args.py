@@ -121,8 +121,6 @@ def test_abbreviations_are_not_guessed() -> None:
     ("argv", "names"),
     [
         (["-dp", "2", "-tp", "2"], ["--data-parallel-size"]),
-        (["-pcp", "2"], ["--prefill-context-parallel-size"]),
-        (["-tp", "2", "-dcp", "2"], ["--decode-context-parallel-size"]),
         (["--nnodes", "2", "-tp", "2", "--master-addr", "x"], ["--nnodes"]),
         (["--headless", "--data-parallel-hybrid-lb"], ["--headless", "--data-parallel-hybrid-lb"]),
         (["--api-server-count", "2"], ["--api-server-count"]),

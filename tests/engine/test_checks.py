@@ -100,6 +100,9 @@ def test_models(tmp_path: Path) -> None:
         check(tensor_parallel_size=9)
     with pytest.raises(ConfigError, match="--tensor-parallel-size 7 is more than the model's width of 6"):
         check(tensor_parallel_size=7)
+    with pytest.raises(ConfigError, match=r"would hold different KV heads .* Sizes that work here: 1;"):
+        check(tensor_parallel_size=2, decode_context_parallel_size=2)
+    check(tensor_parallel_size=2, prefill_context_parallel_size=2, decode_context_parallel_size=2)
     with pytest.raises(ConfigError, match="--max-model-len 100000 must be between 2 and the model's 512"):
         check(max_model_len=100000)
     check("own:Worker", max_model_len=100000, tensor_parallel_size=9)

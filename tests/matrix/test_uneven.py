@@ -45,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "7-layers": BIASES | {"num_hidden_layers": 7, "intermediate_size": 61, "tie_word_embeddings": True},
 }
-"""Changes of the tiny Llama."""
+"""Changes of the tiny Llama. Other names are those of tests/model/tiny.py."""
 
 CELLS: list[tuple[str, int, int, tuple[int, ...]]] = [
     *(("28-over-4", tp, 1, ()) for tp in range(1, 9)),
@@ -60,6 +60,10 @@ CELLS: list[tuple[str, int, int, tuple[int, ...]]] = [
     ("7-layers", 2, 3, (2, 1)),
     ("7-layers", 3, 2, ()),
     ("7-layers", 1, 7, ()),
+    ("qwen3_moe", 3, 1, (2, 1, 1)),
+    ("mixtral", 2, 2, (1, 2)),
+    ("gpt_oss", 3, 1, (1, 1, 2)),
+    ("deepseek_v3", 2, 1, (2, 1)),
 ]
 """Model, TP size, PP size, TP weights."""
 SUBSET = {("28-over-4", 3, 1, (2, 1, 1)), ("8-over-1-tied", 7, 1, ()), ("7-layers", 1, 3, ())}
@@ -75,7 +79,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def get(name: str) -> tuple[Path, Any]:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            made[name] = folder, make_tiny(folder, "llama", **MODELS[name])
+            shape, changes = ("llama", MODELS[name]) if name in MODELS else (name, {})
+            made[name] = folder, make_tiny(folder, shape, **changes)
         return made[name]
 
     return get

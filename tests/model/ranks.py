@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,11 @@ class RankHost:
         other, one engine after the other."""
         return self._ask(("start", config, num_blocks, block_size))
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Results of all ranks. RuntimeError with a rank's traceback if one raises."""
+    def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
+        """Results of all ranks. RuntimeError with a rank's traceback if one raises.
+
+        ``method``: of the worker, or a function of a module, which gets the worker first.
+        """
         return self._ask(("call", method, args))
 
     def each(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
@@ -183,9 +186,11 @@ def _rank(channel: socket.socket, config: EngineConfig, rank: int, init_method: 
             result = traceback.format_exc()
         _send(channel, result)
 
-    worker = ModelWorker(context)
+    workers: list[ModelWorker] = []
 
     def start() -> str:
+        worker = ModelWorker(context)
+        workers.append(worker)
         worker.init_device()
         worker.load_model()
         worker.initialize_from_config([KVConfig(num_blocks=blocks, block_size=size)] * config.parallel.world_size)
@@ -196,10 +201,15 @@ def _rank(channel: socket.socket, config: EngineConfig, rank: int, init_method: 
     try:
         while True:
             method, args = _receive(channel)
-            target = globals().get(method) or getattr(worker, method)
-            answer(lambda: target(worker, *args) if method in globals() else target(*args))  # noqa: B023  called at once
+            answer(lambda: _run(workers[0], method, args))  # noqa: B023  called at once
     except EOFError:
-        worker.shutdown()
+        for worker in workers:
+            worker.shutdown()
+
+
+def _run(worker: Any, method: str | Callable[..., Any], args: Sequence[Any]) -> Any:
+    function = globals().get(method) if isinstance(method, str) else method
+    return getattr(worker, str(method))(*args) if function is None else function(worker, *args)
 
 
 def parameter_bytes(worker: Any) -> int:

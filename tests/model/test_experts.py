@@ -17,13 +17,13 @@ from torch.nn import functional
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from drumline.errors import ConfigError
-from drumline.model.expert_spec import ExpertShare, ExpertsSpec
+from drumline.model.expert_spec import ExpertShare
 from drumline.model.expert_weights import expert_pieces
 from drumline.model.experts import Experts, gating_of
 from drumline.model.loader import load_model
 from drumline.model.spec import read_spec
 from drumline.model.weights import DummyWeights, Piece, SafetensorsWeights, WeightSource
-from drumline.parallel.shards import Range
+from drumline.parallel.shards import WIDTH_MULTIPLE, Range, width_shards
 from tests.model.test_architectures import Split, ThreadGroup, check
 from tests.model.test_loader import fused
 from tests.model.tiny import make_tiny
@@ -66,11 +66,10 @@ def test_any_routing_and_any_split(num_experts: int, tokens: int, data: st.DataO
     expected = formula(hidden, index, weights, gate_up, down)
     unused = [expert for expert in range(num_experts) if expert not in index]
     gate_up[unused] = float("nan")
-    spec = ExpertsSpec(num_experts=num_experts, top_k=top_k, width=WIDTH, layers=frozenset({0}))
     size = data.draw(st.integers(1, WIDTH))
     parts = []
     for rank in range(size):
-        columns = ExpertShare.of_tp(spec, rank, size).columns.as_slice()
+        columns = width_shards(WIDTH, size, WIDTH_MULTIPLE)[rank].as_slice()
         gate, up = gate_up.chunk(2, 1)
         mine = make_experts(torch.cat([gate[:, columns], up[:, columns]], 1), down[:, :, columns].contiguous())
         parts.append(mine(hidden, index, weights))
@@ -115,12 +114,6 @@ def test_the_router_of_deepseek_stays_in_float32(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert block.gate.e_score_correction_bias.equal(stored)
     assert block(torch.randn(1, 3, 52, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
-def test_more_ranks_than_columns() -> None:
-    spec = ExpertsSpec(num_experts=2, top_k=1, width=3, layers=frozenset({0}))
-    with pytest.raises(ConfigError, match="more than the model's width of 3"):
-        ExpertShare.of_tp(spec, 0, 4)
 
 
 SHARES = {
@@ -195,3 +188,5 @@ def test_too_wide_a_group_for_the_experts(tmp_path: Path) -> None:
     assert replace(spec, experts=None).mlp_widths == (67,)
     with pytest.raises(ConfigError, match="more than the model's width of 3"):
         Split(tmp_path, 5)
+    with pytest.raises(ValueError, match="Qwen3MoeForCausalLM has no experts"):
+        replace(spec, experts=None).expert_share(0, 1)

@@ -49,6 +49,8 @@ def test_kv_of_uneven_ranks() -> None:
     blocks = [kv_spec(spec, tp_rank=r, tp_size=2, dtype="float32", block_size=16).bytes_per_block for r in range(2)]
     assert blocks == [2 * 30 * 2 * 64 * 4 * 16, 2 * 30 * 1 * 64 * 4 * 16]
     assert kv_spec(spec, tp_rank=8, tp_size=9, dtype="bfloat16", block_size=1).bytes_per_block == 2 * 30 * 64 * 2
+    shared = kv_spec(spec, tp_rank=8, tp_size=9, dtype="bfloat16", block_size=16, dcp_size=3)
+    assert (shared.block_size, shared.bytes_per_block) == (48, 2 * 30 * 64 * 2 * 16)
     with pytest.raises(ConfigError, match="9 query heads"):
         kv_spec(spec, tp_rank=0, tp_size=10, dtype="float32", block_size=16)
 

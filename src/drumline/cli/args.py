@@ -375,8 +375,6 @@ def refuse_unbuilt(namespace: argparse.Namespace, config: EngineConfig, server: 
         name
         for name, value in (
             ("--data-parallel-size", parallel.data_parallel_size > 1),
-            ("--prefill-context-parallel-size", parallel.prefill_context_parallel_size > 1),
-            ("--decode-context-parallel-size", parallel.decode_context_parallel_size > 1),
             ("--nnodes", parallel.nnodes > 1),
             ("--api-server-count", server.api_server_count > 1),
         )
@@ -388,6 +386,6 @@ def refuse_unbuilt(namespace: argparse.Namespace, config: EngineConfig, server: 
     asked += [name for name in LATER_VALUES if getattr(namespace, name[2:].replace("-", "_"), None) is not None]
     if asked:
         raise ConfigError(
-            f"not built yet: {', '.join(asked)}. Today one machine serves, with --tensor-parallel-size N and "
-            "--pipeline-parallel-size N."
+            f"not built yet: {', '.join(asked)}. Today one machine serves, with --tensor-parallel-size N, "
+            "--pipeline-parallel-size N, --prefill-context-parallel-size N and --decode-context-parallel-size N."
         )

@@ -15,7 +15,7 @@ from drumline.cli.args import Parser, add_flags, configs, parse
 from drumline.config import DeviceTable, EngineConfig, ParallelConfig, ServerConfig, choose_backend
 from drumline.engine.checks import check_machine, check_model, with_weights
 from drumline.errors import ConfigError, ExitCode
-from drumline.model.expert_spec import ExpertShare, ExpertsSpec
+from drumline.model.expert_spec import ExpertsSpec
 from drumline.model.resolve import check_weights, has_own_head
 from drumline.model.shares import estimated_bytes, held_experts, rank_bytes, read_shapes
 from drumline.model.spec import DTYPE_BYTES, ModelSpec, kv_spec, read_spec, resolve_dtype
@@ -286,14 +286,18 @@ def _shares(config: EngineConfig, devices: DeviceTable) -> str:
 def _share_tables(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) -> str:
     tp = config.parallel.tensor_parallel_size
     dtype = resolve_dtype(config.model.dtype, spec, "cpu" if not devices.accelerator else devices.platform)
-    experts, whole = spec.experts, config.parallel.enable_expert_parallel
-    split, widths = experts is not None and not whole, spec.widths(spec.intermediate_size, tp)
-    table = [("TP", "query heads", "KV heads", "MLP columns", "vocabulary", "columns of all experts" if split else "")]
-    for rank, (heads, width, vocab) in enumerate(zip(spec.heads(tp), widths, spec.vocabulary(tp), strict=True)):
-        columns = _range(ExpertShare.of_tp(experts, rank, tp, spec.tp_weights).columns) if experts and split else ""
-        table.append((str(rank), _range(heads.q), _range(heads.kv), _range(width), _range(vocab), columns))
-    mixture = f", {experts.num_experts} experts ({experts.top_k} a token) in {len(experts.layers)}" if experts else ""
+    experts = spec.experts
+    columns = {"MLP columns": spec.widths(spec.intermediate_size, tp)} if spec.has_mlp else {}
+    whole = config.parallel.enable_expert_parallel
+    if experts is not None and not whole:
+        columns["columns of each expert"] = tuple(spec.expert_share(rank, tp).columns for rank in range(tp))
+    table = [("TP", "query heads", "KV heads", *columns, "vocabulary")]
+    for rank, (heads, *widths, vocab) in enumerate(
+        zip(spec.heads(tp), *columns.values(), spec.vocabulary(tp), strict=True)
+    ):
+        table.append((str(rank), *map(_range, (heads.q, heads.kv, *widths, vocab))))
     weights = f", in the proportions {','.join(map(str, spec.tp_weights))}" if spec.tp_weights else ""
+    mixture = f", {experts.num_experts} experts ({experts.top_k} a token) in {len(experts.layers)}" if experts else ""
     return (
         f"shares of the model ({spec.architecture}: {spec.num_layers} layers{mixture}, {spec.num_heads} query and "
         f"{spec.num_kv_heads} KV heads, vocabulary {spec.vocab_size}{weights})\n{_table(table)}\n"
@@ -322,6 +326,7 @@ def _stage_table(spec: ModelSpec, config: EngineConfig, dtype: str) -> str:
     stages, layout = stage_layers(spec, parallel), Layout.of(parallel)
     for stage, (layers, weights) in enumerate(zip(stages, stage_weights(spec, parallel), strict=True)):
         beside = [name for name, has in (("embedding", stage == 0), ("head", stage == len(stages) - 1)) if has]
+        dcp = parallel.decode_context_parallel_size
         kv = [
             kv_spec(spec, tp_rank=rank, tp_size=tp, dtype=dtype, block_size=1, num_layers=layers.size).bytes_per_block
             for rank in range(tp)
@@ -335,7 +340,7 @@ def _stage_table(spec: ModelSpec, config: EngineConfig, dtype: str) -> str:
                 _range(layers),
                 ", ".join(beside) or "-",
                 f"about {_bytes(weights * DTYPE_BYTES[dtype])}",
-                f"up to {_bytes(max(kv))}",
+                f"up to {_bytes(max(kv))}{f', of one token in {dcp}' if dcp > 1 else ''}",
                 " ".join(names if len(names) <= 4 else (*names[:2], "...", names[-1])),
             )
         )
@@ -346,6 +351,7 @@ def _memory_table(spec: ModelSpec, config: EngineConfig, dtype: str) -> str:
     """What each rank holds, to the byte."""
     parallel, tp = config.parallel, config.parallel.tensor_parallel_size
     stages, layout, block_size = stage_layers(spec, parallel), Layout.of(parallel), config.cache.block_size
+    dcp = layout.dcp
     shapes = {} if config.model.load_format == "dummy" else read_shapes(Path(config.model.path))
     about = "" if shapes else "about "
     held = held_experts(spec, parallel)
@@ -353,7 +359,8 @@ def _memory_table(spec: ModelSpec, config: EngineConfig, dtype: str) -> str:
         weights = rank_bytes(spec, shapes, stages, tp, dtype, held)
     else:
         weights = estimated_bytes(spec, stages, tp, dtype, held)
-    table = [("worker", "weights", f"KV of a block of {block_size} tokens")]
+    of = f" (of {block_size * dcp}, over {dcp} ranks)" if dcp > 1 else ""
+    table = [("worker", "weights", f"KV of a block of {block_size} tokens{of}")]
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
         layers = stages[place.pp].size

@@ -19,7 +19,7 @@ Memory grows with what is used, not with the pool, which may have tens of millio
 given away are a number (``_untouched``: they are the highest ones), references are kept of used blocks only, hashes of
 known ones only.
 
-With context parallelism a block spans block size x DCP x PCP tokens; the caller gives that product as ``block_size``.
+With decode context parallelism a block spans block size x DCP tokens; the caller gives that product as ``block_size``.
 """
 
 from __future__ import annotations

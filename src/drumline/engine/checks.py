@@ -18,6 +18,7 @@ from drumline.errors import ConfigError
 from drumline.executor.base import Executor
 from drumline.model.spec import ModelSpec, read_spec, resolve_max_model_len
 from drumline.model.stages import stage_layers
+from drumline.parallel.context import check_same_heads
 from drumline.parallel.experts import expert_slots
 from drumline.parallel.layout import Layout
 from drumline.parallel.shards import auto_weights, ease_weights
@@ -60,7 +61,7 @@ def check_model(config: EngineConfig, devices: DeviceTable | None = None) -> Eng
     spec, size = read_spec(config.model.path), config.parallel.tensor_parallel_size
     config = with_weights(config, spec, devices)
     spec = spec.weighted(config.parallel)
-    spec.heads(size)
+    check_same_heads(Layout.of(config.parallel), spec.heads(size))
     stage_layers(spec, config.parallel)
     _check_experts(spec, config.parallel)
     resolve_max_model_len(config.model.max_model_len, spec)

@@ -76,8 +76,6 @@ _VLLM: dict[str, tuple[Any, ...]] = {
 }
 """Options of vLLM's LLM that nothing here has yet, with values that ask for nothing (None always does)."""
 _NOT_BUILT = (
-    "prefill_context_parallel_size",
-    "decode_context_parallel_size",
     "data_parallel_size",
     "nnodes",
 )
@@ -103,8 +101,8 @@ def make_config(**options: Any) -> EngineConfig:
     asked = [name for name in _NOT_BUILT if options.get(name) not in (None, _FIELDS[name][1])]
     if asked:
         raise ConfigError(
-            f"not built yet: {', '.join(asked)}. Today one machine runs tensor_parallel_size=N and "
-            "pipeline_parallel_size=M."
+            f"not built yet: {', '.join(asked)}. Today one machine runs tensor_parallel_size=N, "
+            "pipeline_parallel_size=M, prefill_context_parallel_size=P and decode_context_parallel_size=D."
         )
     made = {section: kind(**given[section]) for section, kind in _SECTIONS.items()}
     return EngineConfig(platform=platform, **made)

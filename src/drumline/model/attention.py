@@ -35,7 +35,7 @@ import logging
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,10 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from drumline.model.rows import RowCopies
+
+if TYPE_CHECKING:
+    from drumline.model.context_parallel import Exchange, Owners
+    from drumline.model.spread import Spread
 
 NAME = "drumline"
 """Name of this attention implementation in transformers."""
@@ -113,9 +117,13 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        ranks: int = 1,
     ) -> None:
+        """``ranks``: that share out the tokens of a sequence; ``block_size``: tokens of a block on this rank."""
         shape = (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
         self.block_size = block_size
+        self.span = block_size * ranks
+        """Tokens of a sequence that a block of its table stands for, on all ranks together."""
         self.num_blocks = num_blocks
         self.num_kv_heads = num_kv_heads
         self.block_bytes = num_kv_heads * block_size * head_dim * dtype.itemsize
@@ -285,6 +293,12 @@ class AttentionBatch:
     """Of tokens that go to the copies: which (None: all), place, position."""
     targets: list[Sequence[torch.Tensor]] | None = None
     """For a step of one token, instead of the indices above: of each layer [2, Hkv, D], in the cache and the copies."""
+    exchange: Exchange | None = None
+    """Context parallelism (``model.context_parallel``): whose keys and values come from and go to where."""
+    spread: Spread | None = None
+    """Decode context parallelism: attention over keys that lie on several ranks."""
+    owners: Owners | None = None
+    """Prefill context parallelism: who computes which tokens of the step; None: this rank computes all."""
     _views: dict[int | None, WindowView] = field(default_factory=dict)
 
     def view(self, window: int | None) -> WindowView:
@@ -555,6 +569,8 @@ def write(ctx: AttentionBatch, layer: int, keys_values: torch.Tensor) -> None:
     """Put the step's keys and values [T, 2, Hkv, D] into the cache, and into the copies of rows that have one."""
     if ctx.cache is None:
         return
+    if ctx.exchange is not None:
+        keys_values = ctx.exchange.written(keys_values)
     if ctx.targets is not None:  # plain copies take a third of the time of indexing by tensors
         for target in ctx.targets:
             target[layer].copy_(keys_values[0])
@@ -581,6 +597,8 @@ def attend(
 
     ``window``: a query sees so many keys at most, its own included. ``softcap``, ``sinks``: see :class:`Scoring`.
     """
+    if ctx.spread is not None:
+        return ctx.spread.attend(layer, q, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
     view, scoring = ctx.view(window), Scoring(scaling, softcap, sinks)
     if len(view.placed) == 1 and view.placed[0].tokens is None:
         return _decode_placed(q, layer, view.placed[0], scoring)

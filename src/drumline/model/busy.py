@@ -51,14 +51,13 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module = torch.get_device_module(device)
         self._spans: deque[tuple[torch.Event, torch.Event]] = deque()
         self._began: torch.Event | None = None
         self._total = 0
 
     def _mark(self) -> torch.Event:
         event = torch.Event(self._device, enable_timing=True)
-        event.record(self._module.current_stream(self._device))
+        event.record()
         return event
 
     def start(self) -> None:

@@ -14,13 +14,18 @@ from drumline.model.lean import LeanForward
 log = logging.getLogger(__name__)
 
 
-def make_forward(model: Any, max_model_len: int) -> Forward:
-    """The fastest forward for a loaded model. All but the modules' own take its parameters over."""
+def make_forward(model: Any, max_model_len: int, *, gathers: bool = False) -> Forward:
+    """The fastest forward for a loaded model. All but the modules' own take its parameters over.
+
+    ``gathers``: only forwards whose attention is that of ``model.attention``, as context parallelism needs it.
+    """
     if model.config.model_type not in flat.KNOWN:
         log.info(
             "Models of type %s run on the modules of transformers: no fast forward knows them", model.config.model_type
         )
         return ModuleForward(model)
+    if gathers:
+        return LeanForward(model, max_model_len)
     weight = next(model.base_model.layers[0].parameters())
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.get_num_threads() == 1:
         try:

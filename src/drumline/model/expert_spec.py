@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from drumline.parallel.shards import WIDTH_MULTIPLE, Range, width_shards
+from drumline.parallel.shards import Range
 
 _COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_MIXTRAL = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
+_MIXTRAL_EXPERT = re.compile(r"\.experts\.(\d+)\.w([123])\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +72,15 @@ class ExpertShare:
     columns: Range
 
     @classmethod
-    def of_tp(cls, spec: ExpertsSpec, rank: int, size: int, weights: Sequence[int] = ()) -> ExpertShare:
-        """All experts, a range of the width (in proportion to ``--tp-weights``). ConfigError if there are more ranks
-        than columns."""
-        return cls(Range(0, spec.num_experts), width_shards(spec.width, size, WIDTH_MULTIPLE, weights)[rank])
-
-    @classmethod
     def of_ep(cls, spec: ExpertsSpec, slots: Range) -> ExpertShare:
         """The experts of these slots, whole."""
         return cls(slots, Range(0, spec.width))
+
+
+def name_of_today(name: str) -> str:
+    """Name of a tensor with experts of Mixtral called as those of other models are."""
+    name = name.replace(".block_sparse_moe.", ".mlp.")
+    return _MIXTRAL_EXPERT.sub(lambda found: f".experts.{found[1]}.{_MIXTRAL[found[2]]}.", name)
 
 
 def read_experts(config: Mapping[str, Any], defaults: MoeDefaults | None, num_layers: int) -> ExpertsSpec | None:

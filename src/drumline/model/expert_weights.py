@@ -49,7 +49,7 @@ def put_experts(
         return {}
     interleaved = spec.experts.interleaved
     if sharing is None:
-        share = ExpertShare.of_tp(spec.experts, group.rank_in_group, group.size, spec.tp_weights)
+        share = spec.expert_share(group.rank_in_group, group.size)
     else:
         share = ExpertShare.of_ep(spec.experts, sharing.slots)
     shares: dict[str, ExpertShare] = {}

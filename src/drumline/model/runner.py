@@ -30,6 +30,7 @@ import torch
 
 from drumline.model.attention import AttentionBatch, KVCache, dummy_batch, make_batch
 from drumline.model.busy import BusyClock, make_clock
+from drumline.model.context_parallel import ContextParallel
 from drumline.model.forward import Forward
 from drumline.model.pipeline import Stage
 from drumline.model.sampling import Sampler, SamplingRows, drawn_rows
@@ -73,10 +74,13 @@ class ModelRunner:
         dtype: torch.dtype = torch.float32,
         max_num_seqs: int = 64,
         stage: Stage | None = None,
+        context: ContextParallel | None = None,
     ) -> None:
+        """``context``: if other ranks keep or compute parts of a step; then ``forward`` must gather."""
         self.forward = forward
         self._gathers = forward.gathers
         self._stage = stage or Stage()
+        self._context = context
         self._clock: BusyClock | None = None if self._stage.alone else make_clock(device)
         self._sampler = sampler
         self._num_kv_heads = num_kv_heads
@@ -99,14 +103,14 @@ class ModelRunner:
     def set_cache(self, cache: KVCache) -> None:
         """Take a KV cache into use; all slots are empty then."""
         self._cache = cache
-        if self._gathers:
+        if self._gathers and self._context is None:
             cache.keep_copies(self._max_num_seqs, self._max_model_len)
         self._unsampled.clear()
         self._stage.forget()
         self._last_slots, self._steady = b"", None
         self.slots = SlotTable(
             self._max_model_len,
-            cache.block_size,
+            cache.span,
             self._max_num_seqs,
             ids=self._sampler.ids if self._stage.samples else None,
             device=self._device,
@@ -129,7 +133,7 @@ class ModelRunner:
         if self._stage.alone and unsampled.decodes:
             self._last_slots = plan.slots
             if plan.slots == last_slots:
-                self._steady = SteadyRows(plan, unsampled.slots, self.slots, self._block_size)
+                self._steady = SteadyRows(plan, unsampled.slots, self.slots, self._span)
         return result
 
     @torch.inference_mode()
@@ -184,12 +188,12 @@ class ModelRunner:
                 rows = np.repeat(np.arange(len(slots)), count)
                 positions = np.arange(len(rows)) - starts[rows] + computed[rows]
                 ids = state.tokens[slots[rows], positions]
-            width = -(-int((computed + count).max()) // self._cache.block_size)
+            width = -(-int((computed + count).max()) // self._cache.span)
             tables = state.tables[slots, :width]
             batch = self._batch(tables, computed, count, slots, ints(plan.token_source) != BY_VALUE)
             keep = (starts + count - 1)[chosen]
             last = self._tensor(keep if prompt is None else np.concatenate([keep, prompt.places]))
-            inputs = self._stage.receive(self._tensor(ids))
+            inputs = self._stage.receive(self._tensor(ids if batch.owners is None else ids[batch.owners.own]))
             if self._clock is not None:
                 self._clock.start()
             began = perf_counter()
@@ -234,6 +238,8 @@ class ModelRunner:
         assert self._cache is not None
         if not self._gathers:  # it finds its way by itself
             return AttentionBatch(self._cache, tables, computed, count, self._dtype, self._device)
+        if self._context is not None:
+            return self._context.batch(self._cache, tables, computed, count, self._device)
         decoding = slots, self.slots.life, continues
         return make_batch(self._cache, tables, computed, count, self._device, decoding=decoding)
 
@@ -253,7 +259,7 @@ class ModelRunner:
         if self._gathers:  # other forwards touch what they write and nothing else
             rows = np.repeat(np.arange(len(slots)), counts)
             nth = np.arange(len(blocks)) - (np.cumsum(counts) - counts)[rows]
-            first_position = (self.slots.num_blocks[slots][rows] + nth) * self._cache.block_size
+            first_position = (self.slots.num_blocks[slots][rows] + nth) * self._cache.span
             fresh = blocks[first_position >= computed[rows]]  # a prefix hit's hold something
             if len(fresh):
                 self._cache.clear(self._tensor(fresh))
@@ -266,7 +272,7 @@ class ModelRunner:
         end = computed + count
         sampling = ints(plan.sample) == 1
         wrong = (count < 1) | (end > known) | (sampling & (end != known)) | (known >= state.max_tokens) & sampling
-        wrong |= state.num_blocks[slots] * self._block_size < end
+        wrong |= state.num_blocks[slots] * self._span < end
         wrong |= (source != BY_VALUE) & ((source != state.sampled_by[slots]) | (count != 1) | (end != known))
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])
@@ -278,9 +284,9 @@ class ModelRunner:
             )
 
     @property
-    def _block_size(self) -> int:
+    def _span(self) -> int:
         assert self._cache is not None
-        return self._cache.block_size
+        return self._cache.span
 
     def _tensor(self, values: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)

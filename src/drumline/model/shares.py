@@ -1,10 +1,10 @@
 """How many bytes of weights each rank holds, before anything is loaded: from names and shapes in the weights' headers.
 
 What ``loader`` does with the modules of a model, done with the names of its tensors: linears are split by rows or
-columns, between heads, those of experts too, unless a rank has some experts whole; embedding and head by vocabulary;
-norms over all heads and attention sinks like the heads; the rest is on every rank of a stage. So a tensor's share
-follows from its name, its shape and the spec. No torch, no transformers; tests compare it with what workers hold. All
-parameters are in the compute type, but for routers that are always in float32.
+columns, between heads; embedding and head by vocabulary; norms over all heads like the heads; the rest is on every rank
+of a stage. Of experts each rank has a range of the width, or some of them whole. So a tensor's share follows from its
+name, its shape and the spec. No torch, no transformers; tests compare it with what workers hold. All parameters are in
+the compute type, but for routers that stay in float32.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from drumline.config import ParallelConfig
+from drumline.model.expert_spec import name_of_today
 from drumline.model.spec import DTYPE_BYTES, ModelSpec
 from drumline.parallel.experts import Placement
 from drumline.parallel.shards import Range
@@ -34,7 +36,8 @@ _COLUMNS = frozenset(
 """Modules whose weights and biases are split in their first dimension."""
 _ROWS = frozenset({"o_proj", "dense", "down_proj", "dense_4h_to_h"})
 """Modules whose weights are split in their second dimension; biases are whole."""
-_MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_STACKS = frozenset({"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"})
+"""Tensors over all experts of a layer."""
 _BUFFERS = frozenset({"rotary_emb", "attention"})
 """Modules of which old checkpoints have tensors that are no parameters."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -50,7 +53,9 @@ def read_shapes(folder: Path) -> Shapes:
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length)) if length <= _LONGEST_HEADER else {}
-            found |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+            found |= {
+                name_of_today(name): tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
+            }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
     return found
@@ -76,64 +81,64 @@ def rank_bytes(
     """
     totals = [[0] * tp_size for _ in stages]
     for name, shape in shapes.items():
+        routes = spec.experts is not None and spec.experts.float_router and name.endswith(".mlp.gate.weight")
+        width = DTYPE_BYTES["float32" if routes else dtype]
         for stage in _stages_of(name, spec, shapes, stages):
             for rank, size in enumerate(_sizes(name, shape, spec, tp_size, held)):
-                totals[stage][rank] += size * _bytes_of(name, spec, dtype)
-    return tuple(tuple(ranks) for ranks in totals)
-
-
-def _bytes_of(name: str, spec: ModelSpec, dtype: str) -> int:
-    """Of one number of a tensor."""
-    router = spec.experts is not None and spec.experts.float_router and _module(name)[0] == "gate"
-    return DTYPE_BYTES["float32" if router else dtype]
+                totals[stage][rank] += size * width
+    return tuple(map(tuple, totals))
 
 
 def estimated_bytes(
     spec: ModelSpec, stages: Sequence[Range], tp_size: int, dtype: str, held: Held = ()
 ) -> tuple[tuple[int, ...], ...]:
     """The same without weights to look at: of the matrices only (norms and biases are less than a hundredth)."""
-    width = spec.intermediate_size if spec.experts is None else spec.experts.width
-    columns, ids = spec.widths(width, tp_size), spec.vocabulary(tp_size)
-    parts = [part.size / width for part in columns]
-    if spec.experts is None and spec.latent is None:
-        parts = _parts_of_layers(spec, tp_size)
-    elif spec.experts is not None and held:
-        parts = [len(mine) / spec.experts.num_experts for mine in held]
     found = []
     for stage, layers in enumerate(stages):
         first, last = stage == 0, stage == len(stages) - 1
         tables = int(first) + int(last) - int(first and last and spec.tied)
-        weights = sum(spec.layer_weights(layer) for layer in range(*layers))
         found.append(
             tuple(
-                DTYPE_BYTES[dtype] * (round(part * weights) + tables * mine.size * spec.hidden_size)
-                for part, mine in zip(parts, ids, strict=True)
+                DTYPE_BYTES[dtype]
+                * (
+                    sum(_layer_matrices(spec, layer, rank, tp_size, held) for layer in range(*layers))
+                    + tables * ids.size * spec.hidden_size
+                )
+                for rank, ids in enumerate(spec.vocabulary(tp_size))
             )
         )
     return tuple(found)
 
 
-def _parts_of_layers(spec: ModelSpec, tp_size: int) -> list[float]:
-    """What part of the weights of a layer of attention and one MLP each TP rank has."""
-    mlp = 3 if spec.gated_mlp else 2
-    pairs = zip(spec.heads(tp_size), spec.widths(spec.intermediate_size, tp_size), strict=True)
-    return [
-        spec.hidden_size * (2 * (head.q.size + head.kv.size) * spec.head_dim + mlp * part.size) / spec.layer_weights(0)
-        for head, part in pairs
-    ]
+def _layer_matrices(spec: ModelSpec, layer: int, rank: int, tp_size: int, held: Held) -> int:
+    """Elements of the matrices of one layer that a TP rank holds."""
+    hidden, heads = spec.hidden_size, spec.heads(tp_size)[rank]
+    if spec.latent is not None:
+        attention = spec.latent.weights(hidden, heads.q.size)
+    else:
+        attention = hidden * 2 * (heads.q.size + heads.kv.size) * spec.head_dim
+    if spec.experts is None or layer not in spec.experts.layers:
+        width = spec.widths(spec.intermediate_size, tp_size)[rank].size
+        return attention + hidden * (3 if spec.gated_mlp else 2) * width
+    shared = spec.experts.shared_width and spec.widths(spec.experts.shared_width, tp_size)[rank].size
+    if held:
+        routers, expert = hidden * spec.experts.num_experts, 3 * hidden * spec.experts.width
+        return attention + routers + len(held[rank]) * expert + 3 * hidden * shared
+    mine = replace(spec.experts, width=spec.expert_share(rank, tp_size).columns.size, shared_width=shared)
+    return attention + mine.weights(hidden)
 
 
 def _module(name: str) -> tuple[str, str]:
     """Last part of the name of a tensor's module, and what the tensor is there."""
     module, _, kind = name.rpartition(".")
-    leaf = module.rpartition(".")[2]
-    return _MIXTRAL.get(leaf, leaf), kind
+    return module.rpartition(".")[2], kind
 
 
 def _stages_of(name: str, spec: ModelSpec, shapes: Shapes, stages: Sequence[Range]) -> list[int]:
     """Pipeline stages that hold a tensor."""
     leaf, kind = _module(name)
-    if (kind not in ("weight", "bias", "sinks") and leaf != "experts") or leaf in _BUFFERS:
+    stacked = leaf == "experts" and kind in _STACKS
+    if not (kind in ("weight", "bias", "sinks") or stacked) or leaf in _BUFFERS:
         return []
     if layer := _LAYER.search(name):
         return [stage for stage, layers in enumerate(stages) if int(layer[1]) in range(*layers)]
@@ -155,37 +160,30 @@ def _sizes(name: str, shape: tuple[int, ...], spec: ModelSpec, tp_size: int, hel
             return tuple(elements // spec.experts.num_experts * len(mine) for mine in held)
         if expert := _EXPERT.search(name):
             return tuple(elements * (int(expert[1]) in mine) for mine in held)
-    if tp_size == 1:
-        return (elements,)
-    if leaf == "experts":
-        return _of_fused_experts(kind, elements, spec, tp_size)
     if kind == "sinks":
         return tuple(head.q.size for head in spec.heads(tp_size))
+    if leaf == "experts" and spec.experts is not None:
+        if kind == "down_proj_bias":  # the parts of ranks are summed
+            return (elements, *(0,) * (tp_size - 1))
+        width = spec.experts.width
+        return tuple(elements // width * part.size for part in spec.widths(width, tp_size))
     normed = spec.norms_all_heads and leaf in ("q_norm", "k_norm")
-    if not (leaf in _COLUMNS or normed or (leaf in _ROWS and kind == "weight")):
+    if tp_size == 1 or not (leaf in _COLUMNS or normed or (leaf in _ROWS and kind == "weight")):
         return (elements,) * tp_size
     extent = shape[1 if leaf in _ROWS else 0]
     return tuple(elements // extent * size for size in _extents(leaf, extent, spec, tp_size))
 
 
-def _of_fused_experts(kind: str, elements: int, spec: ModelSpec, tp_size: int) -> tuple[int, ...]:
-    """Of a tensor of all experts; biases after the second product are on the first rank."""
-    assert spec.experts is not None
-    if kind == "down_proj_bias":
-        return (elements, *(0,) * (tp_size - 1))
-    width = spec.experts.width
-    return tuple(elements // width * part.size for part in spec.widths(width, tp_size))
-
-
 def _extents(leaf: str, extent: int, spec: ModelSpec, tp_size: int) -> list[int]:
     """Of the dimension that is split, what each TP rank has."""
     dim, heads, latent = spec.head_dim, spec.heads(tp_size), spec.latent
-    if latent is not None:
-        of_head = {"q_proj": latent.key, "q_b_proj": latent.key, "o_proj": latent.value}
-        of_head["kv_b_proj"] = latent.nope + latent.value
-        if leaf in of_head:
-            return [head.q.size * of_head[leaf] for head in heads]
     match leaf:
+        case "q_proj" | "q_b_proj" if latent is not None:
+            return [head.q.size * latent.key for head in heads]
+        case "kv_b_proj" if latent is not None:
+            return [head.q.size * (latent.nope + latent.value) for head in heads]
+        case "o_proj" if latent is not None:
+            return [head.q.size * latent.value for head in heads]
         case "q_proj" | "o_proj" | "dense" | "q_norm":
             return [head.q.size * dim for head in heads]
         case "k_proj" | "v_proj" | "k_norm":

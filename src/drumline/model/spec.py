@@ -15,7 +15,7 @@ from typing import Any
 from drumline.config import DTYPE_ALIASES, LEAST_MODEL_LEN, ParallelConfig
 from drumline.errors import ConfigError, UnsupportedModelError
 from drumline.model.architectures import ARCHITECTURES, Architecture, layer_windows, why_refused
-from drumline.model.expert_spec import ExpertsSpec, read_experts
+from drumline.model.expert_spec import ExpertShare, ExpertsSpec, read_experts
 from drumline.model.latent_spec import LatentSpec, read_latent
 from drumline.parallel.shards import WIDTH_MULTIPLE, HeadShard, Range, attention_shards, vocab_shards, width_shards
 from drumline.plan.kv import KVSpec
@@ -81,11 +81,16 @@ class ModelSpec:
         return attention + (3 if self.gated_mlp else 2) * self.intermediate_size * self.hidden_size
 
     @property
+    def has_mlp(self) -> bool:
+        """Some layers have no experts."""
+        return self.experts is None or len(self.experts.layers) < self.num_layers
+
+    @property
     def mlp_widths(self) -> tuple[int, ...]:
         """Intermediate sizes, each of which is split over the ranks of a TP group."""
         if self.experts is None:
             return (self.intermediate_size,)
-        dense = (self.intermediate_size,) if len(self.experts.layers) < self.num_layers else ()
+        dense = (self.intermediate_size,) if self.has_mlp else ()
         shared = (self.experts.shared_width,) if self.experts.shared_width else ()
         return (*dense, self.experts.width, *shared)
 
@@ -126,6 +131,13 @@ class ModelSpec:
     def widths(self, width: int, tp_size: int) -> tuple[Range, ...]:
         """Of a width inside the MLP the columns of each TP rank. ConfigError if one would have none."""
         return width_shards(width, tp_size, WIDTH_MULTIPLE, self.tp_weights)
+
+    def expert_share(self, tp_rank: int, tp_size: int) -> ExpertShare:
+        """What a TP rank has of the experts of a layer: of all experts a range of the width. ConfigError if nothing;
+        ValueError for a model without experts."""
+        if self.experts is None:
+            raise ValueError(f"{self.architecture} has no experts")
+        return ExpertShare(Range(0, self.experts.num_experts), self.widths(self.experts.width, tp_size)[tp_rank])
 
     def vocabulary(self, tp_size: int) -> tuple[Range, ...]:
         """Vocabulary ids of each TP rank, in embedding and head. ConfigError if one would have none."""
@@ -295,9 +307,19 @@ def resolve_max_model_len(asked: int | None, spec: ModelSpec) -> int:
 
 
 def kv_spec(
-    spec: ModelSpec, *, tp_rank: int, tp_size: int, dtype: str, block_size: int, num_layers: int | None = None
+    spec: ModelSpec,
+    *,
+    tp_rank: int,
+    tp_size: int,
+    dtype: str,
+    block_size: int,
+    num_layers: int | None = None,
+    dcp_size: int = 1,
 ) -> KVSpec:
-    """What one block of KV costs on a rank: keys and values of its layers (default: all) for ``block_size`` tokens."""
+    """What one block of KV costs on a rank: keys and values of its layers (default: all) for ``block_size`` tokens.
+
+    ``dcp_size``: ranks that share out the tokens of a sequence. A block holds ``block_size`` of them on each.
+    """
     num_kv_heads = spec.heads(tp_size)[tp_rank].kv.size
     num_layers = spec.num_layers if num_layers is None else num_layers
     per_token = 2 * num_layers * num_kv_heads * spec.head_dim * DTYPE_BYTES[dtype]
@@ -306,7 +328,7 @@ def kv_spec(
         num_kv_heads=num_kv_heads,
         head_dim=spec.head_dim,
         dtype=dtype,
-        block_size=block_size,
+        block_size=block_size * dcp_size,
         bytes_per_block=per_token * block_size,
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from drumline.errors import ConfigError, UnsupportedModelError
+from drumline.model.expert_spec import name_of_today
 from drumline.parallel.shards import Range
 
 _FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -22,8 +22,6 @@ _FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float
 ALIASES = {"lm_head.weight": "embed_out.weight"}
 """Names of parameters in the transformers model, and what checkpoints may call them instead (GPT-NeoX)."""
 _HEADS = {*ALIASES, *ALIASES.values()}
-_MIXTRAL = {"1": "gate_proj", "2": "down_proj", "3": "up_proj"}
-_MIXTRAL_EXPERT = re.compile(r"\.experts\.(\d+)\.w([123])\.")
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class SafetensorsWeights:
         self._stored = {
             known: name
             for name in self._files
-            if (known := _name_of_today(f"{base}.{name}" if bare and name not in _HEADS else name)) != name
+            if (known := name_of_today(f"{base}.{name}" if bare and name not in _HEADS else name)) != name
         }
         self._stored |= {
             name: other for name, other in ALIASES.items() if name not in self._files and other in self._files
@@ -152,12 +150,6 @@ class SafetensorsWeights:
         if self._open is None or self._open[0] != file:
             self._open = (file, _open_file(self._folder / file))
         return self._open[1]
-
-
-def _name_of_today(name: str) -> str:
-    """Experts of Mixtral as those of other models are called."""
-    name = name.replace(".block_sparse_moe.", ".mlp.")
-    return _MIXTRAL_EXPERT.sub(lambda found: f".experts.{found[1]}.{_MIXTRAL[found[2]]}.", name)
 
 
 def _open_file(path: Path) -> Any:

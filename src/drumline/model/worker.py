@@ -15,6 +15,7 @@ from drumline.errors import ConfigError, UnsupportedError
 from drumline.model import spec as specs
 from drumline.model.attention import KVCache
 from drumline.model.choose import make_forward
+from drumline.model.context_parallel import ContextParallel, PartForward, make_sampler
 from drumline.model.expert_balance import ExpertBalancer
 from drumline.model.expert_parallel import ExpertSharing, ParallelExperts
 from drumline.model.forward import Forward, ModuleForward
@@ -22,8 +23,8 @@ from drumline.model.loader import load_model, parameter_bytes
 from drumline.model.memory import Use, kv_room, warm_up
 from drumline.model.pipeline import make_stage
 from drumline.model.runner import ModelRunner
-from drumline.model.sampling import Sampler
 from drumline.model.stages import stage_layers
+from drumline.parallel.context import check_same_heads
 from drumline.parallel.groups import Groups, Timeouts, init_groups
 from drumline.parallel.layout import Layout, device_index, global_rank, worker_places
 from drumline.plan.kv import KVConfig, KVSpec
@@ -54,11 +55,11 @@ class ModelWorker:
         self.config = context.config
         self.rank = context.rank
         self.layout = Layout.of(self.config.parallel)
-        if self.layout.tp * self.layout.pp != self.layout.size or self.layout.dcp > 1:
-            raise ConfigError("the model worker splits a model by tensor and pipeline parallelism only, so far")
         if not self.config.model.path:
             raise ConfigError("the model was not resolved to a local folder (drumline.model.resolve)")
         self.spec = specs.read_spec(self.config.model.path).weighted(self.config.parallel)
+        if self.layout.dcp > 1:
+            check_same_heads(self.layout, self.spec.heads(self.layout.tp))
         self.max_model_len = specs.resolve_max_model_len(self.config.model.max_model_len, self.spec)
         self.platform = resolve_platform(self.config.platform)
         self.layers = stage_layers(self.spec, self.config.parallel)[self.layout.coordinates(self.rank).pp]
@@ -73,6 +74,7 @@ class ModelWorker:
         """Of this rank's weights in the compute type, as ``drumline plan`` tells them. How they are laid out after that
         is the forward's business: in fewer bytes where that loses nothing."""
         self.cache: KVCache | None = None
+        self._context_parallel: ContextParallel | None = None
         self._runner: ModelRunner | None = None
         self._balancer: ExpertBalancer | None = None
         self._opened = 0
@@ -143,9 +145,11 @@ class ModelWorker:
         if self.config.parallel.enable_eplb:
             layers = [module for module in self.model.modules() if isinstance(module, ParallelExperts)]
             self._balancer = ExpertBalancer(layers, groups.eplb, self.config.parallel.eplb_config) if layers else None
-        sampler = Sampler(self.spec.vocabulary(group.size), group, wants_logprobs=self._is_output_rank)
+        ids = self.spec.vocabulary(group.size)
+        sampler = make_sampler(ids, group, groups.pcp, wants_logprobs=self._is_output_rank)
+        self._context_parallel = self._join_context(groups)
         self._runner = ModelRunner(
-            self._forward(self.model),
+            self._forward(self.model, groups),
             sampler,
             num_kv_heads=self.spec.heads(group.size)[group.rank_in_group].kv.size,
             max_model_len=self.max_model_len,
@@ -160,6 +164,7 @@ class ModelWorker:
                 dtype=self.dtype,
                 device=self.device,
             ),
+            context=self._context_parallel,
         )
         if self.device.type == "cpu":
             gc.collect()
@@ -202,6 +207,7 @@ class ModelWorker:
             dtype=self.dtype_name,
             block_size=self.config.cache.block_size,
             num_layers=self.layers.size,
+            dcp_size=self.layout.dcp,
         )
 
     def determine_available_memory(self) -> int:
@@ -234,6 +240,8 @@ class ModelWorker:
         self._run_dummy(tokens, min(tokens, rows))
         self.platform.synchronize()
         peak: int = stats.max_memory_reserved(self.device)
+        if self._context_parallel is not None:
+            peak += self._context_parallel.step_bytes(tokens, self.max_model_len, self.spec.head_dim)
         self.platform.empty_cache()
         after = self._use()
         assert after is not None
@@ -258,10 +266,11 @@ class ModelWorker:
             num_layers=spec.num_layers,
             num_blocks=mine.num_blocks,
             num_kv_heads=spec.num_kv_heads,
-            block_size=mine.block_size,
+            block_size=mine.block_size // self.layout.dcp,
             head_dim=spec.head_dim,
             dtype=self.dtype,
             device=self.device,
+            ranks=self.layout.dcp,
         )
         self.runner.set_cache(self.cache)
 
@@ -270,11 +279,13 @@ class ModelWorker:
         self._run_dummy(2)
 
     def step_costs(self) -> StepCosts:
-        """See ``plan.memory``. A row: its logits and two things of their size, as they are compared, summed, sorted. A
-        value: on its way between ranks, as numbers of Python's in the answer, and in the message."""
+        """See ``plan.memory``. A row: its logits and two things of their size, as they are compared, summed, sorted
+        (two more where PCP places put theirs together). A value: on its way between ranks, as numbers of Python's in
+        the answer, and in the message."""
         group = self._groups().tp
         ids = self.spec.vocabulary(group.size)[group.rank_in_group]
-        return StepCosts(row_bytes=3 * 4 * ids.size, value_bytes=VALUE_BYTES + 16 * group.size)
+        logits = 3 if self.layout.pcp == 1 else 5
+        return StepCosts(row_bytes=logits * 4 * ids.size, value_bytes=VALUE_BYTES + 16 * group.size)
 
     def reserve_memory(self, nbytes: int) -> None:
         """Take so much and let go of it: it stays in the device's allocator. On CPUs the machine is asked too, since
@@ -329,14 +340,26 @@ class ModelWorker:
         """Raise if the device does not work any more."""
         self.platform.synchronize()
 
-    def _forward(self, model: torch.nn.Module) -> Forward:
+    def _forward(self, model: torch.nn.Module, groups: Groups) -> Forward:
         if self.config.model.model_impl == "transformers":
-            return ModuleForward(model)
-        return make_forward(model, self.max_model_len)
+            forward: Forward = ModuleForward(model)
+        else:
+            forward = make_forward(model, self.max_model_len, gathers=self._is_context_parallel)
+        return PartForward(forward, groups.pcp, groups.pp.is_last) if groups.pcp.size > 1 else forward
+
+    @property
+    def _is_context_parallel(self) -> bool:
+        return self.layout.pcp > 1 or self.layout.dcp > 1
+
+    def _join_context(self, groups: Groups) -> ContextParallel | None:
+        if not self._is_context_parallel:
+            return None
+        return ContextParallel(self.layout, groups.pcp, groups.dcp, groups.dcp.ranks, self.spec.heads(self.layout.tp))
 
     def apply_model(self, func: Callable[[Any], Any]) -> Any:
         """What ``func`` gives for this rank's part of the model. UnsupportedError if its weights are elsewhere."""
-        if not isinstance(self.runner.forward, ModuleForward):
+        forward = self.runner.forward
+        if not isinstance(forward.inner if isinstance(forward, PartForward) else forward, ModuleForward):
             raise UnsupportedError(
                 "the weights were laid out anew for this machine, so the model's modules have none: start with "
                 "--model-impl transformers (model_impl='transformers') to look at them or change them"

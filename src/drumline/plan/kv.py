@@ -16,7 +16,7 @@ class KVSpec(msgspec.Struct, kw_only=True):
     dtype: str
     """Name of the torch dtype, such as ``float32``."""
     block_size: int
-    """Tokens of one block."""
+    """Tokens that one block stands for; with decode context parallelism this rank holds its share of them."""
     bytes_per_block: int
     """Keys and values of all layers of this rank for one block, in bytes."""
 
@@ -26,3 +26,4 @@ class KVConfig(msgspec.Struct, kw_only=True):
 
     num_blocks: int
     block_size: int
+    """As in :class:`KVSpec`."""
