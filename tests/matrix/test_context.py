@@ -39,6 +39,8 @@ CELLS = [
     for options in OPTIONS
 ] + [
     ("qwen3_moe", Sizes(pcp=2), "ep"),
+    ("mixtral", Sizes(tp=2, pcp=2), "ep"),
+    ("mixtral", Sizes(tp=2, pcp=2, dcp=2), "tight-eplb"),
 ]
 
 
