@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from drumline.engine.admission import Limits
 from drumline.engine.blocks import BlockPool
+from drumline.engine.prefix_table import PrefixTable
 from drumline.engine.protocol import EngineRequest, RequestOutput
 from drumline.engine.queue import Request
 from drumline.engine.scheduler import Scheduler
@@ -40,13 +41,15 @@ class Rig:
     least_micro_tokens: int = 256
     memory: int | None = None
     """Bytes that the worker has for more than ordinary steps; None: nobody asks."""
+    table: PrefixTable | None = None
+    """What outlives the scheduler."""
     got: dict[str, list[int]] = field(default_factory=dict)
     ended: dict[str, RequestOutput] = field(default_factory=dict)
     flight: deque[StepOutput] = field(default_factory=deque)
     plans: list[StepPlan] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(self.num_blocks, self.block_size, enable_prefix_caching=self.caching)
+        self.pool = BlockPool(self.num_blocks, self.block_size, enable_prefix_caching=self.caching, table=self.table)
         self.scheduler = Scheduler(
             Limits(
                 max_num_seqs=self.max_num_seqs,

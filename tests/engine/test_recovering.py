@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -130,8 +131,10 @@ def below(pids: list[int], served: Engine) -> list[int]:
 @pytest.mark.parametrize(
     "victims", [("Worker_TP1",), pytest.param(("Worker_TP0", "EngineCore_DP0"), marks=pytest.mark.chaos)], ids="+".join
 )
-def test_streams_end_as_if_nothing_had_happened(tiny: tuple[Path, Any], victims: tuple[str, ...]):
-    """Also after two kills, when every request is suspect and tried alone."""
+def test_streams_end_as_if_nothing_had_happened(
+    tiny: tuple[Path, Any], victims: tuple[str, ...], caplog: pytest.LogCaptureFixture
+):
+    """Also after two kills, when every request is suspect and tried alone. After one, little is computed again."""
 
     async def disturb(got: dict[str, Got]) -> None:
         for number, victim in enumerate(victims):
@@ -145,6 +148,12 @@ def test_streams_end_as_if_nothing_had_happened(tiny: tuple[Path, Any], victims:
                 await served.client.call("ping")
             await until_served(served)
             wait_gone([pid for pid in old if pid not in below([], served)], 0.5)
+            if not number:
+                await at_least(got, 40)
+                said = re.search(r"(\d+) tokens of theirs are computed again, (\d+) are there", caplog.text)
+                assert said is not None
+                assert int(said[1]) <= 8 * 12, "what is not full, and what was not answered"
+                assert int(said[2]) >= 8 * 12
 
     with engine(config_for(tiny[0], tp=2), recovery=LIMITS) as served:
         recoveries = served.client.recoveries

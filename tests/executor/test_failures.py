@@ -118,7 +118,10 @@ def test_others_hang_after_the_deadline(make: Make) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize(("how", "text"), [("kill", "SIGKILL"), ("exit", "exit code 3"), ("sysexit", "exit code 4")])
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [("kill", "SIGKILL"), ("exit", "exit code 3"), ("sysexit", "exit code 4"), ("sysexit text", "no more of this")],
+)
 def test_a_worker_dies_in_a_call(make: Make, how: str, text: str, rank: int) -> None:
     executor = make()
     told: list[FailureReport] = []

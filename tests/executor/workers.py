@@ -113,6 +113,8 @@ class Plain:
                 os._exit(3)
             if how == "sysexit":
                 raise SystemExit(4)
+            if how == "sysexit text":
+                raise SystemExit("no more of this")
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "segfault":

@@ -66,8 +66,6 @@ SUBSET = {
     ("phi3", 1, 3, "chunks"),
     ("gemma2", 2, 2, "tight"),
     ("qwen3_moe", 3, 1, "tight"),
-    ("gpt_oss", 2, 2, "chunks"),
-    ("deepseek_v3", 3, 1, "tight"),
 }
 
 

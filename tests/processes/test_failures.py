@@ -297,8 +297,24 @@ def test_sigterm_to_the_fork_server_ends_all_and_is_told(house: House) -> None:
     report = house.event(EventKind.FAILURE).report
     assert report is not None
     assert (report.role, report.type) == ("ForkServer", "SIGTERM")
+    assert report.text().count("was killed by SIGTERM") == 1  # it does not quote itself from the log
     house.supervisor.shutdown()
     assert member.state is State.GONE
+
+
+def test_sigterm_to_the_fork_server_while_it_imports(
+    make_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "takes_long.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    house = make_house(preload=("takes_long",))
+    house.spawn("serve")
+    while house.event(EventKind.PHASE).phase != "imports takes_long":
+        pass
+    os.kill(house.server.pid, signal.SIGTERM)
+    report = house.event(EventKind.FAILURE).report
+    assert report is not None
+    assert (report.role, report.type) == ("ForkServer", "SIGTERM")
 
 
 def test_waiting_on_a_closed_supervisor_says_so(house: House) -> None:

@@ -19,6 +19,10 @@ Memory grows with what is used, not with the pool, which may have tens of millio
 given away are a number (``_untouched``: they are the highest ones), references are kept of used blocks only, hashes of
 known ones only.
 
+Where an engine may come after this one (``table``: ``engine.prefix_table``), it is told which prefixes lie where: not
+when a block becomes known here, which is when a plan goes out that fills it, but once that has happened on all ranks
+(:meth:`BlockPool.settle`); and no longer, before the block is given away.
+
 With decode context parallelism a block spans block size x DCP tokens; the caller gives that product as ``block_size``.
 """
 
@@ -29,6 +33,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
 
 HASH_BYTES = 32
 
@@ -77,10 +82,32 @@ def _root(*parts: str) -> bytes:
     return digest.digest()
 
 
+class Table(Protocol):
+    """What outlives the engine (``engine.prefix_table.PrefixTable``)."""
+
+    @property
+    def entries(self) -> list[tuple[int, bytes]]:
+        """Blocks that hold known prefixes from the beginning, and their digests; the first are given away first."""
+
+    def put(self, block: int, digest: bytes) -> None:
+        """This block holds this prefix."""
+
+    def drop(self, block: int) -> None:
+        """It may be overwritten from now on."""
+
+    def drop_all(self) -> None:
+        """The same of all blocks."""
+
+    def stop(self) -> None:
+        """Nothing may be used after this engine."""
+
+
 class BlockPool:
     """Blocks ``0 .. num_blocks - 1`` of ``block_size`` tokens each. See the module's text."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, table: Table | None = None
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a KV pool needs blocks: {num_blocks=}, {block_size=}")
         self.num_blocks = num_blocks
@@ -92,6 +119,21 @@ class BlockPool:
         self._blank: list[int] = []
         self._untouched = num_blocks
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._table = table
+        self._due: dict[int, int] = {}
+        """Known blocks that the table is not told of yet: the step that must be over on all ranks. Steps only grow."""
+        if table is not None:
+            self._restore(table.entries)
+
+    def _restore(self, entries: Sequence[tuple[int, bytes]]) -> None:
+        """Blocks of an engine before this one are idle: free, with a known prefix."""
+        for block, digest in entries:
+            self._idle[block] = None
+            self._hash_of[block] = digest
+            self._known[digest] = block
+        used = max(self._idle, default=-1) + 1
+        self._untouched = self.num_blocks - used
+        self._blank = [block for block in range(used - 1, -1, -1) if block not in self._idle]
 
     @property
     def num_free(self) -> int:
@@ -163,11 +205,31 @@ class BlockPool:
         references = self._references
         return [block for block in blocks if references[block] == gone[block]]
 
-    def register(self, block: int, digest: bytes) -> None:
-        """Make the prefix in a used block known, unless another block is known for it already."""
+    def register(self, block: int, digest: bytes, due: int = 0) -> None:
+        """Make the prefix in a used block known, unless another block is known for it already. ``due``: the last step
+        that may write there."""
         if self.enable_prefix_caching and block not in self._hash_of and digest not in self._known:
             self._hash_of[block] = digest
             self._known[digest] = block
+            if self._table is not None:
+                self._due[block] = due
+
+    def settle(self, step: int) -> None:
+        """This step, and all before it, are over on all ranks."""
+        while self._due:
+            block, due = next(iter(self._due.items()))
+            if due > step:
+                return
+            del self._due[block]
+            assert self._table is not None
+            self._table.put(block, self._hash_of[block])
+
+    def leave_nothing(self) -> None:
+        """An engine that comes after this one must compute everything itself."""
+        if self._table is not None:
+            self._table.stop()
+            self._table = None
+            self._due.clear()
 
     def forget(self) -> None:
         """Forget all prefixes (new weights, or content that cannot be trusted). Tables stay as they are."""
@@ -175,6 +237,9 @@ class BlockPool:
         self._hash_of.clear()
         self._blank.extend(self._idle)
         self._idle.clear()
+        if self._table is not None:
+            self._due.clear()
+            self._table.drop_all()
 
     def _fresh(self) -> int:
         """A block that is not blank: one that was never used, else the one whose prefix is unused for longest."""
@@ -183,6 +248,9 @@ class BlockPool:
             return self.num_blocks - 1 - self._untouched
         block, _ = self._idle.popitem(last=False)
         del self._known[self._hash_of.pop(block)]
+        if self._table is not None:
+            self._due.pop(block, None)
+            self._table.drop(block)
         return block
 
     def check(self) -> None:

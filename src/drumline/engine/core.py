@@ -429,6 +429,8 @@ class EngineCore:
     def _collective_rpc(
         self, method: str, args: list[Any] | None = None, kwargs: dict[str, Any] | None = None
     ) -> Future:
+        if method != "check_health":  # workers that were changed leave keys and values that new ones would not make
+            self._scheduler.pool.leave_nothing()
         future: Future = self._executor.collective_rpc(method, tuple(args or ()), kwargs or {}, non_block=True)
         return future
 
@@ -439,6 +441,7 @@ class EngineCore:
         notices its end first; workers may take so long, it is no hang before.
         """
         method, args, kwargs = pickle.loads(call)
+        self._scheduler.pool.leave_nothing()
         limit_s += CALLER_SLACK_S
         return _Pickled(self._executor.collective_rpc(method, tuple(args), kwargs, limit_s, non_block=True))
 

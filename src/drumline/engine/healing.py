@@ -12,7 +12,12 @@ output token ids that came. A token is drawn by a pure function of seed, output 
 and the like count the known tokens, so what follows is what would have followed. What was on its way when the engine
 died is computed again; what came already is not asked for, and would be dropped (``first_index``).
 
-Not carried over: prefix cache and counters of the old engine, calls (they fail), and what calls changed in the workers.
+On CPUs the old engine's keys and values are still there (``engine.kept``), so of a request's known tokens only those
+are computed again that were not finished. They are used if the death says nothing against them (:func:`_trusted`), and
+once: an engine that dies before a token came, or while some request is suspect, may have died of them, so the next one
+starts empty.
+
+Not carried over: counters of the old engine, calls (they fail), and what calls changed in the workers.
 """
 
 from __future__ import annotations
@@ -27,11 +32,14 @@ from typing import Protocol
 
 import msgspec
 
-from drumline.engine.protocol import ENGINE_DIED, Abort, EngineRequest, Recoveries, RequestOutput
+from drumline.engine.protocol import ENGINE_DIED, Abort, EngineRequest, EngineStats, Recoveries, RequestOutput
 from drumline.engine.recovery import Fail, GiveUp, Instruction, Limits, Recovery, Restart, Send, Withdraw
 from drumline.errors import FailureReport, RequestFailedError
 
 log = logging.getLogger(__name__)
+
+CLEAN_SIGNALS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"})
+"""Sent by somebody. Others are what a process brings upon itself, which may have written anywhere before."""
 
 
 @dataclass(slots=True)
@@ -41,21 +49,28 @@ class _Entry:
     request: EngineRequest
     tokens: list[int] = field(default_factory=list)
     """Output tokens that came."""
+    sent: bool = False
+    """Some engine has had it."""
 
 
 class Restarting:
     """One restart, for the log and the metrics."""
 
-    def __init__(self, report: FailureReport, before: Restarting | None) -> None:
-        """``before``: one that gave no token before this death, so that the pause goes on."""
+    def __init__(self, report: FailureReport, before: Restarting | None, *, trusted: bool) -> None:
+        """``before``: one that gave no token before this death, so that the pause goes on. ``trusted``: the old
+        engine's keys and values may be used."""
         self.report = report
+        self.trusted = trusted
         self.began = self._last = time.monotonic()
         self.seconds: dict[str, float] = {}
         if before is not None:
             self.began = before.began
             self.seconds["starts before"] = self._last - self.began
         self.requests = 0
+        self.sent = 0
+        """Requests that the new engine was sent before the first token ..."""
         self.tokens = 0
+        """... and the known tokens of these."""
 
     def phase(self, name: str) -> None:
         """A phase ends now."""
@@ -89,6 +104,9 @@ class Host(Protocol):
     def is_over(self) -> None:
         """No engine comes any more: tell everybody, and end what is left, in a thread."""
 
+    def stats(self) -> EngineStats:
+        """What the engine that serves said last."""
+
 
 class Healing:
     """See the module's text. Not thread-safe: called by its client, which sees to that."""
@@ -107,6 +125,8 @@ class Healing:
         """Root cause of the last death, once it has given up."""
         self.restart: Restarting | None = None
         """The one under way, until the first token after it."""
+        self._untold: tuple[Restarting, str] | None = None
+        """One whose pause is over, and what else is to be said of it, until it is known what was still there."""
         self._poison: dict[bytes, float] = {}
         """When requests were found poisonous, by what makes them the same (:func:`_likeness`)."""
         self.tally = Recoveries()
@@ -135,8 +155,9 @@ class Healing:
     def submit(self, request: EngineRequest) -> bool:
         """A new request. True: send it now; False: it is sent later. RequestFailedError if engines die of it."""
         self._refuse_poison(request)
-        self._journal[request.request_id] = _Entry(request)
-        return self._decision.added(request.request_id)
+        now = self._decision.added(request.request_id)
+        self._journal[request.request_id] = _Entry(request, sent=now)
+        return now
 
     def _refuse_poison(self, request: EngineRequest) -> None:
         """Clients try again what ended with an error."""
@@ -166,8 +187,11 @@ class Healing:
 
     def _nobody_waits(self) -> None:
         """If requests that were to go on are all over, the pause is."""
-        if self.restart is not None and self.serving and not self._journal:
+        if self._journal:
+            return
+        if self.restart is not None and self.serving:
             self._told(self.restart)
+        self._tell(at_once=True)
 
     def note(self, output: RequestOutput) -> None:
         """An output came, and nobody has changed it yet."""
@@ -182,6 +206,8 @@ class Healing:
         entry.tokens += new
         if self.restart is not None and self.serving and new:
             self._told(self.restart)
+        elif self._untold is not None:
+            self._tell()
         if output.finish_reason is not None:
             del self._journal[name]
             self._obey(self._decision.ended(name, well=output.finish_reason != "error"))
@@ -195,8 +221,11 @@ class Healing:
         """The engine, or the start of one, is lost; what it said before was noted."""
         self.serving = False
         now = time.monotonic()
-        restart = self.restart = Restarting(report, self.restart)
+        self._tell(at_once=True)
+        first = self.restart is None and not self._decision.seeking
         steps = self._decision.died(now)
+        trusted = first and not self._decision.seeking and _trusted(report)
+        restart = self.restart = Restarting(report, self.restart, trusted=trusted)
         if not isinstance(steps[-1], GiveUp):
             limits = self._decision.limits
             restart.requests = len(self._journal) - sum(isinstance(step, Fail) for step in steps)
@@ -249,8 +278,10 @@ class Healing:
         """Send requests of the journal, with what they have."""
         for name in request_ids:
             entry = self._journal[name]
-            self._host.resend(msgspec.structs.replace(entry.request, output_token_ids=entry.tokens))
-            if self.restart is not None:
+            again, entry.sent = entry.sent, True
+            self._host.resend(msgspec.structs.replace(entry.request, output_token_ids=entry.tokens, sent_again=again))
+            if self.restart is not None and again:
+                self.restart.sent += 1
                 self.restart.tokens += len(entry.request.prompt_token_ids) + len(entry.tokens)
 
     def _fail(self, poison: Fail) -> None:
@@ -282,14 +313,36 @@ class Healing:
             restart.phase("first token")
         self.restart = None
         self.tally.count(restart.pause)
+        trial = self._decision.trial
+        self._untold = restart, "" if trial is None else "; those that were there at two deaths are first tried alone"
+        self._tell()
+
+    def _tell(self, *, at_once: bool = False) -> None:
+        """Log a restart, once the engine has looked at all that it was sent, so that it knows what it must compute."""
+        if self._untold is None:
+            return
+        (restart, more), stats = self._untold, self._host.stats()
+        if stats.sent_again < restart.sent and not at_once:
+            return
+        self._untold = None
         log.warning(
-            "the engine was started again in %.2f s (%s): %s, %d tokens of theirs are computed again%s",
+            "the engine was started again in %.2f s (%s): %s, %d tokens of theirs are computed again, %d are there%s",
             restart.pause,
             ", ".join(f"{name} {seconds:.2f}" for name, seconds in restart.seconds.items()),
             _go_on(restart.requests),
-            restart.tokens,
-            "" if self._decision.trial is None else "; those that were there at two deaths are first tried alone",
+            restart.tokens - stats.still_there,
+            stats.still_there,
+            more,
         )
+
+
+def _trusted(report: FailureReport) -> bool:
+    """Whether keys and values that were finished before this failure are what they were. An exception, an exit or a
+    kill leaves them alone; a process that crashed may have written anywhere, and what hangs is not understood."""
+    return all(
+        one.what in ("exception", "exit", "oom") or (one.what == "signal" and one.type in CLEAN_SIGNALS)
+        for one in (report, *report.folded)
+    )
 
 
 def _likeness(request: EngineRequest) -> bytes:

@@ -21,6 +21,7 @@ import msgspec
 
 from drumline.config import EngineConfig
 from drumline.engine.core_watch import APART_S, CoreLooks, CoreWatch
+from drumline.engine.kept import KeptMemory, ranks_to_keep
 from drumline.engine.protocol import (
     Beat,
     BeatRequest,
@@ -78,6 +79,7 @@ class EngineProcesses:
         keep: if the engine dies once it was ready, its fork server is kept for those that come after (the imports are
             most of a start), and if that is what died, a spare copy of it takes its place; :meth:`close` ends both.
         before: the processes of the engine in whose place these come; they have been shut down.
+        trusted: keys and values of that engine may be used (``engine.kept``).
         waits: whether somebody waits for something of the engine core, which is then watched (:meth:`expect`).
 
     """
@@ -90,6 +92,7 @@ class EngineProcesses:
         on_failure: Callable[[FailureReport], None],
         keep: bool = False,
         before: EngineProcesses | None = None,
+        trusted: bool = False,
         waits: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
@@ -104,6 +107,8 @@ class EngineProcesses:
         self._spare: ForkServer | None = None if before is None else before._take_spare()
         self._spare_since = 0.0
         self._kept = False
+        self._memory: KeptMemory | None = None if before is None else before._take_memory()
+        self._trusted = trusted
         self._supervisor: Supervisor | None = None
         self._core: Member | None = None
         self._workers: dict[int, ProcessState] = {}
@@ -131,6 +136,7 @@ class EngineProcesses:
         executed = asked_for(process.worker_start_method, os.environ) in ("spawn", "plain")
         preload = () if executed else process.preload or preload_of(self.config)
         level = process.log_level
+        self._choose_memory()
         with self._lock:
             if self._stopping:
                 raise self._stopped_error()
@@ -146,22 +152,48 @@ class EngineProcesses:
             self._supervisor = Supervisor(
                 on_event=self._on_event, rung_s=ladder_s + CORE_SLACK_S, term_s=process.terminate_timeout_s
             )
-            self._core = self._forkserver.spawn(
-                ProcessSpec(
-                    role=engine_core_name(self.config.parallel.data_parallel_rank),
-                    target="drumline.engine.main:main",
-                    payload=cloudpickle.dumps(CoreStart(config=self.config)),
-                    threads=core_threads(self.config),
-                    fds=(door,),
-                    forkserver_access=True,
-                    fresh=executed,
-                    cpus=place.cpus,
-                    numa_node=place.node,
+            kept_fds = self._memory.hand_over() if self._memory is not None else ()
+            incarnation = self._memory.incarnation if self._memory is not None else 0
+            try:
+                self._core = self._forkserver.spawn(
+                    ProcessSpec(
+                        role=engine_core_name(self.config.parallel.data_parallel_rank),
+                        target="drumline.engine.main:main",
+                        payload=cloudpickle.dumps(CoreStart(config=self.config, incarnation=incarnation)),
+                        threads=core_threads(self.config),
+                        fds=(door, *kept_fds),
+                        forkserver_access=True,
+                        fresh=executed,
+                        cpus=place.cpus,
+                        numa_node=place.node,
+                    )
                 )
-            )
+            finally:
+                if self._memory is not None:
+                    self._memory.handed_over()
             self._supervisor.add(self._core)
             if preload:
                 self._make_spare()  # after the engine core, and while that starts
+
+    def _choose_memory(self) -> None:
+        """That of the engine before, if it is to be trusted and nobody can write there any more; else new memory."""
+        memory = self._take_memory()
+        if memory is not None and not (self._trusted and memory.is_free()):
+            memory.close()
+            memory = None
+        if memory is None and self._keep and (ranks := ranks_to_keep(self.config)):
+            memory = KeptMemory(ranks)
+        with self._lock:
+            if not self._stopping:
+                self._memory, memory = memory, None
+        if memory is not None:
+            memory.close()
+
+    def _take_memory(self) -> KeptMemory | None:
+        """For its next user, who closes it."""
+        with self._lock:
+            memory, self._memory = self._memory, None
+            return memory
 
     def wait_ready(self) -> EngineInfo:
         """Wait until the engine core is ready. StartupError with the root cause; everything has been ended then."""
@@ -331,6 +363,8 @@ class EngineProcesses:
                 self._supervisor.close(force=self.failure is not None)
             if not self._may_go_on() and (spare := self._take_spare()) is not None:
                 spare.close()  # before the one that it is a copy of, which reaps it
+            if not self._may_go_on() and (memory := self._take_memory()) is not None:
+                memory.close()
             if self._forkserver is not None and not self._kept:
                 self._forkserver.close()
         finally:
@@ -401,8 +435,11 @@ class EngineProcesses:
             return self._forkserver if kept else None
 
     def close(self) -> None:
-        """:meth:`shutdown`, and the fork server that was kept and the spare are ended too. Idempotent, bounded."""
+        """:meth:`shutdown`, and the fork server that was kept and the spare are ended too, and the kept memory is given
+        back. Idempotent, bounded."""
         self.shutdown()
+        if (memory := self._take_memory()) is not None:
+            memory.close()
         for server in (self._take_spare(), self._take_forkserver()):
             if server is not None:
                 server.close()

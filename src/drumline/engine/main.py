@@ -18,6 +18,7 @@ import pickle
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -27,6 +28,8 @@ from drumline.engine.blocks import BlockPool
 from drumline.engine.capacity import Capacity, fit_max_model_len, pool_capacity
 from drumline.engine.channel import CoreChannel
 from drumline.engine.core import EngineCore
+from drumline.engine.kept import KeptPrefixes
+from drumline.engine.prefix_table import PrefixTable
 from drumline.engine.protocol import (
     Beat,
     BeatRequest,
@@ -72,6 +75,7 @@ class EngineProcess:
         self._config = start.config
         self._waiter = Waiter.create("engine")
         self._spec = read_spec(start.config.model.path)
+        self._kept = KeptPrefixes(child.fds[1:], start.incarnation) if start.incarnation else None
 
     def run(self) -> None:
         """Start, serve, stop."""
@@ -138,8 +142,13 @@ class EngineProcess:
         self._child.set_phase("starting workers")
         kind = Executor.get_class(self._config)
         forkserver = None if kind.worker_in_process else self._child.forkserver
+        kept: dict[str, Any] = {} if self._kept is None else {"kept_fds": self._kept.of_workers()}
         executor = kind(
-            with_rings(self._config, self._spec), waiter=self._waiter, forkserver=forkserver, on_phase=self._pass_on
+            with_rings(self._config, self._spec),
+            waiter=self._waiter,
+            forkserver=forkserver,
+            on_phase=self._pass_on,
+            **kept,
         )
         executor.report_folder = str(Path(self._child.log_file).parent)
         return executor
@@ -153,13 +162,22 @@ class EngineProcess:
         row = ProcessState(name=state.name, pid=state.pid, rank=state.rank, phase=state.phase)
         self._child.send(encode(row))
 
+    def _capacity(self, executor: Executor, specs: list[KVSpec]) -> Capacity:
+        """The pool: that of the engine before, if it is there, else what the ranks have room for."""
+        blocks = self._kept.look(self._config, specs) if self._kept is not None else None
+        if blocks is None:
+            available: list[int] = executor.collective_rpc("determine_available_memory")
+            return pool_capacity(specs, available, self._config.cache)
+        reason = "that of the engine before this one"
+        return Capacity(num_blocks=blocks, block_size=specs[0].block_size, limiting_rank=0, reason=reason)
+
     def _prepare(self, executor: Executor) -> tuple[Scheduler, EngineInfo]:
         """KV pool and warm-up."""
         config = self._config
         self._child.set_phase("KV cache")
         began = time.monotonic()
         specs: list[KVSpec] = executor.collective_rpc("get_kv_cache_spec")
-        capacity = pool_capacity(specs, executor.collective_rpc("determine_available_memory"), config.cache)
+        capacity = self._capacity(executor, specs)
         asked, spec = config.model.max_model_len, self._spec
         # Never above the workers' limit (it chose their rotary frequencies): the default, or what was asked for.
         longest = spec.max_positions if asked is not None else spec.default_max_model_len
@@ -170,6 +188,7 @@ class EngineProcess:
             text = "max_model_len is %d, the length of the model's first training; --max-model-len takes up to %d"
             log.info(text, longest, spec.max_positions)
         executor.initialize_from_config(capacity.configs(executor.world_size))
+        table = self._kept.open(config, capacity.num_blocks) if self._kept is not None else None
         log.info(
             "KV cache: %d blocks of %d tokens, %.1f requests of %d tokens (%s); %.2f s",
             capacity.num_blocks,
@@ -183,7 +202,7 @@ class EngineProcess:
             log.info("KV cache: %s", text)
         costs = [one for one in executor.collective_rpc(step_costs) if one is not None]
         prices = StepCosts.highest(costs) if len(costs) == executor.world_size else None
-        return make_scheduler(config, self._spec, capacity, max_model_len, prices), EngineInfo(
+        return make_scheduler(config, self._spec, capacity, max_model_len, prices, table), EngineInfo(
             max_model_len=max_model_len,
             num_blocks=capacity.num_blocks,
             block_size=capacity.block_size,
@@ -196,10 +215,17 @@ class EngineProcess:
 
 
 def make_scheduler(
-    config: EngineConfig, spec: ModelSpec, capacity: Capacity, max_model_len: int, costs: StepCosts | None = None
+    config: EngineConfig,
+    spec: ModelSpec,
+    capacity: Capacity,
+    max_model_len: int,
+    costs: StepCosts | None = None,
+    table: PrefixTable | None = None,
 ) -> Scheduler:
-    """A scheduler over the pool. ``costs``: of the dearest rank; None: workers do not say."""
-    pool = BlockPool(capacity.num_blocks, capacity.block_size, enable_prefix_caching=config.cache.enable_prefix_caching)
+    """A scheduler over the pool. ``costs``: of the dearest rank; None: workers do not say. ``table``: of the blocks
+    that outlive the engine."""
+    caching = config.cache.enable_prefix_caching
+    pool = BlockPool(capacity.num_blocks, capacity.block_size, enable_prefix_caching=caching, table=table)
     limits = Limits(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,

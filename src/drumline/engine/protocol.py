@@ -46,6 +46,8 @@ class EngineRequest(msgspec.Struct, tag="add", kw_only=True):
     cache_salt: str = ""
     """Requests share prefix blocks only with those of the same salt."""
     arrival: float = msgspec.field(default_factory=time.time)
+    sent_again: bool = False
+    """An engine before this one had it."""
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -133,6 +135,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     """Steps by the tokens that they computed, of prompts and outputs: one for each of ``STEP_TOKENS``, and one over."""
     tokens: int = 0
     """Tokens of all steps."""
+    sent_again: int = 0
+    """Requests that an engine before this one had."""
+    still_there: int = 0
+    """Tokens of theirs whose keys and values were found as it had left them."""
     active_s: float = 0.0
     """With several pipeline stages: seconds with a step in flight (``engine.stage_meter``)."""
     stage_busy_s: list[float] = []
@@ -177,6 +183,8 @@ class CoreStart:
 
     config: EngineConfig
     """With ``model.path`` set."""
+    incarnation: int = 0
+    """Number of the engine that uses the kept memory whose descriptors come after the door; 0: none is kept."""
 
 
 class ProcessState(msgspec.Struct, tag="process", kw_only=True):

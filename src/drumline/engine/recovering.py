@@ -38,9 +38,15 @@ class _Renewing(EngineClient):
         self._healing = Healing(self, limits)
         self.recoveries = self._healing.tally
 
-    def _make_processes(self, before: EngineProcesses | None = None) -> EngineProcesses:
+    def _make_processes(self, before: EngineProcesses | None = None, *, trusted: bool = False) -> EngineProcesses:
         return EngineProcesses(
-            self.config, role=self._role, on_failure=self._on_failure, keep=True, before=before, waits=self._waits
+            self.config,
+            role=self._role,
+            on_failure=self._on_failure,
+            keep=True,
+            before=before,
+            trusted=trusted,
+            waits=self._waits,
         )
 
     @property
@@ -115,7 +121,7 @@ class _Renewing(EngineClient):
         if after_s:
             end.wait(after_s)
             restart.phase("back-off")
-        self._processes = self._make_processes(self._processes)
+        self._processes = self._make_processes(self._processes, trusted=restart.trusted)
         if end.is_set():
             return
         self._start()

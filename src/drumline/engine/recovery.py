@@ -13,7 +13,7 @@ tried; when none is left all are sent together. Requests that were not tried wai
 **When it is enough.** ``restarts`` restarts in ``window_s`` seconds; the death after these is final. Deaths under a
 poisonous request are not counted once it is named. But as many named in a window, with no request that passed its
 trial or ended in between, mean that the engine is broken and not the requests: that is final too. The first restart is
-at once, later ones of the same window wait ``backoff_s``, then twice that, and so on.
+at once, later ones of the same window wait ``backoff_s``, then twice that, and so on up to half a minute.
 
 Rejected: to halve the suspects instead of trying each (half as many restarts when many run, but a death under a group
 would have to be counted against all of it); to try them in the engine beside the others (an innocent one could be
@@ -25,6 +25,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from drumline.config import RecoveryConfig
+
+LONGEST_BACKOFF_S = 30.0
+"""Of one wait before a restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,11 @@ class Recovery:
         """The request that is tried alone."""
         return self._trial
 
+    @property
+    def seeking(self) -> bool:
+        """Some request is suspect."""
+        return self._trial is not None or bool(self._suspects())
+
     def counted(self, now: float) -> int:
         """Deaths of the window that ends now."""
         self._counted = [time for time in self._counted if now - time < self.limits.window_s]
@@ -186,7 +194,7 @@ class Recovery:
         self._counted.append(now)
         if used >= self.limits.restarts:
             return self._give_up(f"{used} restarts within {self.limits.window_s:g} s did not help")
-        return [Restart(self.limits.backoff_s * 2 ** (used - 1) if used else 0.0)]
+        return [Restart(min(self.limits.backoff_s * 2.0 ** min(used - 1, 60), LONGEST_BACKOFF_S) if used else 0.0)]
 
     def ready(self) -> list[Instruction]:
         """The restarted engine is ready."""

@@ -209,15 +209,20 @@ class Scheduler:
         self._prefix_queries = 0
         self._prefix_hits = 0
         self._preemptions = 0
+        self._sent_again = 0
+        self._still_there = 0
 
     # events
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError if it can never be served; the scheduler is unchanged then."""
+        self._sent_again += request.sent_again
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", param="request_id")
         new = make_request(request, self._arrivals, self.limits, self.pool, identity=self._identity)
         self._arrivals += 1
+        if request.sent_again:
+            self._still_there += len(self._cached_blocks(new)) * self.pool.block_size
         self._requests[new.id] = new
         self._waiting.push(new)
 
@@ -242,11 +247,14 @@ class Scheduler:
         for entry in output.prompt_logprobs:
             self._take_prompt(issued.prompts[entry.slot], entry)
         logprobs = output.logprobs or [None] * len(tokens)
-        return [
+        outputs = [
             self._take(request, token, logprob)
             for request, token, logprob in zip(issued.requests, tokens, logprobs, strict=True)
             if not request.finished
         ]
+        # All ranks have a part in each token. Where a step gives none, the last layer of the others may still be at it.
+        self.pool.settle(output.step if issued.requests else output.step - 1)
+        return outputs
 
     def reset_prefix_cache(self) -> None:
         """Forget all known prefixes, those being computed included."""
@@ -346,6 +354,8 @@ class Scheduler:
             prefix_hits=self._prefix_hits,
             preemptions=self._preemptions,
             steps=self._step,
+            sent_again=self._sent_again,
+            still_there=self._still_there,
         )
 
     @property
@@ -544,7 +554,7 @@ class Scheduler:
             self._prefilling.remove(request)
             insort(self._decoding, request, key=_rank)
         if request.num_computed >= request.next_register:
-            self._register(request)
+            self._register(request, self._step)
         return True
 
     def _score(self, rows: _Rows, request: Request, count: int) -> int:
@@ -698,8 +708,9 @@ class Scheduler:
         candidates = [request for request in (self._waiting.oldest, *self._prefilling) if request is not None]
         return min(candidates, key=_number, default=None)
 
-    def _register(self, request: Request) -> None:
-        """Tell the prefix cache of blocks that are full, computed and known."""
+    def _register(self, request: Request, due: int) -> None:
+        """Tell the prefix cache of blocks that are full, computed and known. ``due``: the last step that has a part in
+        that, or a later one."""
         size = self.pool.block_size
         if not self.pool.enable_prefix_caching or not request.shares:
             return
@@ -708,7 +719,7 @@ class Scheduler:
         if full > first:
             request.chain.extend(request.tokens)
             for index in range(first, full):
-                self.pool.register(request.blocks[index], request.chain.hashes[index])
+                self.pool.register(request.blocks[index], request.chain.hashes[index], due)
             request.next_register = (full + 1) * size
 
     # life of a request
@@ -736,7 +747,7 @@ class Scheduler:
         elif request.dead_ends is not None and request.dead_ends.at(tokens, request.num_prompt):
             output.finish_reason, output.stop_reason = "stop", NO_TOKEN_LEFT
         if len(tokens) >= request.next_register and request.slot >= 0:
-            self._register(request)
+            self._register(request, self._step - 1)
         if output.finish_reason is not None:
             self._finish(request)
         return output
@@ -750,7 +761,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take everything from a running request; it will be recomputed from its tokens."""
-        self._register(request)
+        self._register(request, self._step)
         self._release(request)
         self._waiting.push(request)
         request.preemptions += 1

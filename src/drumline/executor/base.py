@@ -80,6 +80,8 @@ class Executor(ABC):
         forkserver: where workers come from (``mp``); by default an own one, started here and ended by ``shutdown``.
         on_phase: told whenever a worker enters another phase, from a thread that must not be held up.
         devices: what this machine has; by default the platform counts them (without torch).
+        kept_fds: for each local rank, descriptors of memory for its KV cache that outlives this executor: the memory,
+            and a pipe that whoever maps it holds. Only for classes with ``keeps_memory``. They stay the caller's.
 
     The constructor returns when every worker is ready. StartupError if one fails: all others have been ended then.
 
@@ -92,6 +94,8 @@ class Executor(ABC):
     uses_ray: ClassVar[bool] = False
     worker_in_process: ClassVar[bool] = False
     """The only worker is an object in the executor's own process, which so needs compute threads and no fork server."""
+    keeps_memory: ClassVar[bool] = False
+    """Workers get the ``kept_fds``."""
 
     def __init__(
         self,
@@ -100,7 +104,9 @@ class Executor(ABC):
         forkserver: ForkServer | None = None,
         on_phase: Callable[[WorkerState], None] | None = None,
         devices: DeviceTable | None = None,
+        kept_fds: Sequence[tuple[int, int]] = (),
     ) -> None:
+        self._kept_fds = kept_fds
         self.platform = resolve_platform(config.platform)
         self.devices = self.platform.device_table() if devices is None else devices
         self.config = config = config.checked(self.devices)

@@ -100,6 +100,7 @@ class MultiprocExecutor(Executor):
 
     supports_pp = True
     supports_async_scheduling = True
+    keeps_memory = True
 
     def _check(self) -> None:
         super()._check()
@@ -216,7 +217,15 @@ class MultiprocExecutor(Executor):
             for rank in self._all_ranks:
                 local_rank = local_rank_of(self.parallel, rank)
                 device = self._device_text(local_rank)
-                task = WorkerTask(config=config, rank=rank, local_rank=local_rank, device=device, owner_pid=os.getpid())
+                kept_fds = self._kept_fds[local_rank] if self._kept_fds else ()
+                task = WorkerTask(
+                    config=config,
+                    rank=rank,
+                    local_rank=local_rank,
+                    device=device,
+                    owner_pid=os.getpid(),
+                    kept=len(kept_fds),
+                )
                 spec = ProcessSpec(
                     role=starting_worker_name(global_rank(self.parallel, rank)),
                     target="drumline.worker.main:main",
@@ -232,6 +241,7 @@ class MultiprocExecutor(Executor):
                         self.waiter.fd,
                         self._worker_waiters[rank].fd,
                         *arena_fds,
+                        *kept_fds,
                         *rendezvous.fds,
                     ),
                 )

@@ -68,6 +68,7 @@ class UniExecutor(Executor):
 
     supports_async_scheduling = True
     worker_in_process = True
+    keeps_memory = True
 
     def _check(self) -> None:
         super()._check()
@@ -362,6 +363,7 @@ class UniExecutor(Executor):
             distributed_init_method="",
             is_driver=True,
             set_phase=self._set_phase,
+            kv_fd=self._kept_fds[0][0] if self._kept_fds else -1,
         )
 
     def _set_phase(self, phase: str) -> None:

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import logging
 import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -101,10 +102,11 @@ _CPU = torch.device("cpu")
 class KVCache:
     """Keys and values of this rank's layers: ``data[layer, 0 or 1]`` is [blocks, Hkv, block, D].
 
-    On the CPU it is private anonymous memory without huge pages: blocks that were never used cost nothing, but for a
-    few (``AHEAD_BYTES``) that are touched in advance, while nobody waits (:meth:`touch_ahead`): the first touch of a
-    page takes 1 to 3 us, which is 0.4 ms of a prompt of 128 tokens in a small model. That relies on pools giving out
-    new blocks in ascending order; otherwise it gains less.
+    On the CPU it is anonymous memory without huge pages, or that of a memory file (``memory_fd``), which outlives the
+    process, and whose content stays if it has the size of this cache already. Blocks that were never used cost nothing,
+    but for a few (``AHEAD_BYTES``) that are touched in advance, while nobody waits (:meth:`touch_ahead`): the first
+    touch of a page takes 1 to 3 us, which is 0.4 ms of a prompt of 128 tokens in a small model. That relies on pools
+    giving out new blocks in ascending order; otherwise it gains less.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        memory_fd: int = -1,
         ranks: int = 1,
     ) -> None:
         """``ranks``: that share out the tokens of a sequence; ``block_size``: tokens of a block on this rank."""
@@ -130,7 +133,7 @@ class KVCache:
         """Of one layer's keys or values."""
         self._memory: mmap.mmap | None = None
         if device.type == "cpu":
-            self._memory, self.data = _lazy_zeros(shape, dtype)
+            self._memory, self.data = _lazy_zeros(shape, dtype, memory_fd)
         else:
             self.data = torch.zeros(shape, dtype=dtype, device=device)
         self._used = 0
@@ -188,15 +191,30 @@ class KVCache:
         self.data.index_fill_(2, blocks, 0)
 
 
-def _lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> tuple[mmap.mmap, torch.Tensor]:
+def _lazy_zeros(shape: Sequence[int], dtype: torch.dtype, memory_fd: int) -> tuple[mmap.mmap, torch.Tensor]:
     nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = _map_file(memory_fd, nbytes) if memory_fd >= 0 and nbytes else None
+    if memory is None:
+        memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_NOHUGEPAGE)
         except OSError:
             pass  # a kernel without transparent huge pages
     return memory, torch.frombuffer(memory, dtype=dtype, count=nbytes // dtype.itemsize).view(shape)
+
+
+def _map_file(fd: int, nbytes: int) -> mmap.mmap | None:
+    """A memory file of that size. It is empty and None is given where there may be none (a limit on files, say)."""
+    try:
+        if os.fstat(fd).st_size != nbytes:
+            os.ftruncate(fd, 0)
+            os.ftruncate(fd, nbytes)
+        return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+    except OSError as error:
+        log.info("The KV cache does not outlive this process: no memory file of %d MiB (%s)", nbytes >> 20, error)
+        os.ftruncate(fd, 0)
+        return None
 
 
 @dataclass(frozen=True)

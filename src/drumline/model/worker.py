@@ -236,6 +236,7 @@ class ModelWorker:
             head_dim=spec.head_dim,
             dtype=self.dtype,
             device=self.device,
+            memory_fd=self.context.kv_fd,
             ranks=self.layout.dcp,
         )
         self.runner.set_cache(self.cache)

@@ -388,6 +388,8 @@ class ChildContext:
             code = 0
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+            if error.code is not None and not isinstance(error.code, int):
+                print(error.code, file=sys.stderr, flush=True)  # as Python does: the report quotes it from the log
         except BaseException as error:  # noqa: BLE001 (whatever it is, the owner must hear of it)
             self.fail(error)
             code = 1

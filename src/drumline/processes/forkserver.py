@@ -160,7 +160,8 @@ class ForkServerProcess:
 
     def _on_sigterm(self, number: int, frame: types.FrameType | None) -> None:
         if self.importing:  # no loop that would act on it, and no children that would need an end
-            os._exit(128 + signal.SIGTERM)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
         self.terminated = True
 
     def _begin(self) -> bool:

@@ -139,7 +139,9 @@ def exit_report(
 def with_log_tail(report: FailureReport) -> FailureReport:
     """Add the last lines of the log file, for a process that could not say anything itself."""
     if not report.log_tail and not report.traceback and report.log_file:
-        report.log_tail = log_tail(report.log_file)
+        lines = log_tail(report.log_file).splitlines()
+        own = next((place for place, line in enumerate(lines) if report.headline() in line), len(lines))
+        report.log_tail = "\n".join(lines[:own])  # what it wrote of this very failure is no news
     return report
 
 

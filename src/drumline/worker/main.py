@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class WorkerTask:
     """What a worker process is told. Its descriptors: segment, executor's doorbell, own doorbell, arena if there is
-    one, rendezvous."""
+    one, kept ones (KV memory, life), rendezvous."""
 
     config: EngineConfig
     rank: int
@@ -46,6 +46,8 @@ class WorkerTask:
     """Which physical device it has, for its log."""
     owner_pid: int = 0
     """The executor's process."""
+    kept: int = 0
+    """Number of kept descriptors (``engine.kept``). They are held as long as the process lives."""
 
 
 def main(child: ChildContext, payload: bytes) -> None:
@@ -62,7 +64,9 @@ class WorkerProcess:
         self._task = task
         self._parallel = task.config.parallel
         self._worker: Any = None
-        self._channels, self._rendezvous = self._attach(child.fds)
+        self._channels, rest = self._attach(child.fds)
+        kept, self._rendezvous = rest[: task.kept], rest[task.kept :]
+        self._kv_fd = kept[0] if kept else -1
         child.on_stop(self._channels.waiter.ring)
 
     def _attach(self, fds: tuple[int, ...]) -> tuple[Channels, tuple[int, ...]]:
@@ -130,6 +134,7 @@ class WorkerProcess:
             set_phase=self._set_phase,
             set_name=self._child.set_name,
             codec=self._channels.codec,
+            kv_fd=self._kv_fd,
         )
 
     def _set_phase(self, phase: str) -> None:

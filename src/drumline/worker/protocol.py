@@ -39,6 +39,10 @@ class WorkerContext:
     codec: CodecRegistry | None = None
     """Where a plug-in registers codecs for its own types, in ``__init__`` at the latest and as in ``Executor.codec``.
     None with ``uni``, which encodes nothing."""
+    kv_fd: int = -1
+    """Memory file for this rank's KV cache, which outlives the worker; -1: there is none, or the worker's device has
+    memory of its own. A worker that uses it gives it exactly the size of its pool, which says that its blocks lie there
+    as long as it lives; one that finds it of that size keeps what it holds."""
 
 
 class Worker(Protocol):
