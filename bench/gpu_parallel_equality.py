@@ -40,6 +40,14 @@ ARRANGEMENTS: dict[str, dict[str, Any]] = {
 WITH_EXPERTS: dict[str, dict[str, Any]] = {
     "EP 2, NCCL": TP | NCCL | {"enable_expert_parallel": True},
     "EP 2, fast": TP | {"enable_expert_parallel": True},
+    "EP 2, rows to their experts": TP | {"enable_expert_parallel": True, "all2all_backend": "all_to_all"},
+    "EP 2, all rows to all": TP | {"enable_expert_parallel": True, "all2all_backend": "allgather_reducescatter"},
+    "EP 2, experts move": TP
+    | {
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "eplb_config": {"step_interval": 5, "window_size": 8, "num_redundant_experts": 2},
+    },
 }
 
 

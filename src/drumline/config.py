@@ -8,9 +8,10 @@ made-up machines. All of it is data (msgspec encodes it) and travels to the proc
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from drumline.errors import ConfigError
@@ -31,6 +32,8 @@ POLICIES = ("fcfs", "priority")
 """In which order requests are served."""
 CPU_PREFILL_TOKENS = 128
 """Most prompt tokens in a step that has other rows, on CPUs: enough for the matrix products to be at full speed."""
+ALL2ALL = ("auto", "all_to_all", "allgather_reducescatter")
+"""How tokens come to experts on other ranks; see ``parallel.experts``."""
 SWITCH = ("on", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -128,6 +131,54 @@ class DeviceTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EPLBConfig:
+    """Expert load balancing. Names and defaults are vLLM's."""
+
+    window_size: int = 1000
+    """Steps whose load counts."""
+    step_interval: int = 3000
+    """Every so many steps experts may move."""
+    num_redundant_experts: int = 0
+    """Slots beyond the number of experts, on all ranks together: they hold copies of the busiest experts."""
+    log_balancedness: bool = False
+    """Mean load of a rank over that of the busiest one goes to the log each time."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("window_size", 1), ("step_interval", 1), ("num_redundant_experts", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(
+                    f"{name} of {option('eplb_config')} must be a whole number, at least {least}, not {value!r}"
+                )
+        if not isinstance(self.log_balancedness, bool):
+            raise ConfigError(
+                f"log_balancedness of {option('eplb_config')} must be true or false, not {self.log_balancedness!r}"
+            )
+
+    @classmethod
+    def of(cls, given: Any) -> EPLBConfig:
+        """What was given as one, as a mapping, or as JSON. ConfigError for what it does not have."""
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except ValueError as error:
+                raise ConfigError(f"{option('eplb_config')} is no JSON: {error}") from None
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"""{option("eplb_config")} must be JSON such as '{{"num_redundant_experts": 4}}', not {given!r}"""
+            )
+        known = [field.name for field in fields(cls)]
+        for name, value in given.items():
+            if name == "use_async" and not value:
+                continue
+            if name not in known:
+                raise ConfigError(f"{option('eplb_config')} has no {name}; there are {', '.join(known)}")
+        return cls(**{name: value for name, value in given.items() if name in known})
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How one model is spread over ranks. World size = TP x PP x PCP; DP multiplies engines, not the world."""
 
@@ -145,6 +196,12 @@ class ParallelConfig:
     data_parallel_size_local: int | None = None
     """DP ranks whose workers this machine has; None: all of them."""
     enable_expert_parallel: bool = False
+    """Each rank has some experts whole, in place of a part of all. Only for models with experts."""
+    all2all_backend: str = "auto"
+    """How tokens come to experts on other ranks: ``auto``, ``all_to_all``, ``allgather_reducescatter``."""
+    enable_eplb: bool = False
+    """Load of experts is counted, and experts move between ranks to even it out."""
+    eplb_config: EPLBConfig = field(default_factory=EPLBConfig)
     distributed_executor_backend: Any = None
     """``uni``, ``mp``, ``ray``, ``external_launcher``, a dotted name, an Executor subclass, or None: chosen."""
     nnodes: int = 1
@@ -176,6 +233,7 @@ class ParallelConfig:
         if not 0 < self.master_port < 65536:
             raise ConfigError(f"{option('master_port')} must be between 1 and 65535, not {self.master_port}")
         self._check_weights()
+        self._check_experts()
         self._check_partition()
         self._check_decode_context()
         self._check_data_parallel()
@@ -216,6 +274,23 @@ class ParallelConfig:
                 f"--pipeline-parallel-size is {stages}: give one for each stage"
             )
         object.__setattr__(self, "pp_layer_partition", sizes)
+
+    def _check_experts(self) -> None:
+        _one_of(self, "all2all_backend", ALL2ALL)
+        object.__setattr__(self, "eplb_config", EPLBConfig.of(self.eplb_config))
+        if self.enable_eplb and not self.enable_expert_parallel:
+            raise ConfigError(
+                f"{option('enable_eplb')} moves whole experts between ranks: add --enable-expert-parallel"
+            )
+        if self.enable_eplb and self.expert_parallel_size == 1:
+            raise ConfigError(
+                f"{option('enable_eplb')} needs several ranks to balance: set --tensor-parallel-size above 1, or leave "
+                "it out"
+            )
+        if self.eplb_config.num_redundant_experts and not self.enable_eplb:
+            raise ConfigError(
+                f"num_redundant_experts of {option('eplb_config')} does nothing without balancing: add --enable-eplb"
+            )
 
     def _check_decode_context(self) -> None:
         tp, pcp, dcp = self.tensor_parallel_size, self.prefill_context_parallel_size, self.decode_context_parallel_size
@@ -267,6 +342,18 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Ranks of one executor: TP x PP x PCP."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.prefill_context_parallel_size
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Ranks over which the experts of a layer are spread: DP x PCP x TP; 1 without expert parallelism."""
+        if not self.enable_expert_parallel:
+            return 1
+        return self.data_parallel_size * self.prefill_context_parallel_size * self.tensor_parallel_size
+
+    @property
+    def spans_engines(self) -> bool:
+        """Whether ranks of different engines talk, so that WORLD is that of all of them."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property
     def _dp_local(self) -> int:

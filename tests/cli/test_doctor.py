@@ -21,8 +21,21 @@ from drumline.cli.main import main
 from drumline.config import EngineConfig, ServerConfig
 from drumline.errors import ExitCode
 from drumline.platforms import DeviceFacts
+from tests.server.command import tiny_folder
 
-TOPICS = ["devices", "peers", "memory", "cgroup", "cores", "files", "addresses", "versions", "folders", "clock"]
+TOPICS = [
+    "flags",
+    "devices",
+    "peers",
+    "memory",
+    "cgroup",
+    "cores",
+    "files",
+    "addresses",
+    "versions",
+    "folders",
+    "clock",
+]
 GPUS = tuple(DeviceFacts(index=i, name="H200", memory=140 * GIB, free=139 * GIB) for i in range(2))
 
 
@@ -204,6 +217,57 @@ def test_a_configuration_that_would_be_refused(capsys: pytest.CaptureFixture[str
     assert "-> " in out
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("-dp", "2"), "not built yet: --data-parallel-size"),
+        (("MODEL", "-tp", "99"), "99"),
+        (("MODEL", "--max-model-len", "999999999"), "--max-model-len"),
+        (("/no/such/model",), "there is no such folder"),
+        (("--log-dir", "FILE"), "is no folder"),
+    ],
+)
+def test_flags_that_serve_would_refuse(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "file").touch()
+    model = str(tiny_folder(tmp_path / "model"))
+    given = [{"MODEL": model, "FILE": str(tmp_path / "file")}.get(flag, flag) for flag in flags]
+    given += ["--load-format", "dummy", "--port", "0"]
+    assert main(["doctor", *given]) == ExitCode.START_FAILED
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("flags "))
+    assert "error" in line
+    assert said in line
+    assert main(["doctor", model, "--load-format", "dummy", "--port", "0"]) == ExitCode.OK
+
+
+def test_a_start_method_of_the_environment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRUMLINE_WORKER_START_METHOD", "bogus")
+    assert main(["doctor"]) == ExitCode.START_FAILED
+    assert "DRUMLINE_WORKER_START_METHOD must be one of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("to", "code", "said"), [("/dev/full", ExitCode.USAGE, "No space left"), ("a pipe", ExitCode.OK, "")]
+)
+@pytest.mark.parametrize("command", ["doctor", "plan"])
+def test_output_that_nobody_takes(command: str, to: str, code: int, said: str) -> None:
+    if to == "a pipe":
+        reading, fd = os.pipe()
+        os.close(reading)
+    else:
+        fd = os.open(to, os.O_WRONLY)
+    try:
+        got = subprocess.run(
+            [sys.executable, "-m", "drumline", command], stdout=fd, stderr=subprocess.PIPE, text=True, check=False
+        )
+    finally:
+        os.close(fd)
+    assert got.returncode == code, got.stderr
+    assert "Traceback" not in got.stderr
+    assert said in got.stderr
+
+
 def test_secrets_are_not_shown() -> None:
     code, found = doctor("--port", "0", env={"HF_TOKEN": "hf_abc", "DRUMLINE_API_KEY": "key_abc", "NCCL_DEBUG": "WARN"})
     assert code == ExitCode.OK
@@ -238,6 +302,9 @@ def test_no_server_to_ask(flags: list[str], capsys: pytest.CaptureFixture[str]) 
     assert "drumline doctor: error: " in capsys.readouterr().err
 
 
-def test_a_pid_that_is_none_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--live", "--pid", str(os.getpid())]) == ExitCode.USAGE
-    assert "not a process of drumline" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("pid", "said"), [(os.getpid(), "not a process of drumline"), (-5, "--pid -5"), (2**70, f"--pid {2**70}")]
+)
+def test_a_pid_that_is_none_of_ours(capsys: pytest.CaptureFixture[str], pid: int, said: str) -> None:
+    assert main(["doctor", "--live", "--pid", str(pid)]) == ExitCode.USAGE
+    assert said in capsys.readouterr().err

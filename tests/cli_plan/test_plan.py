@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -195,6 +196,14 @@ def test_experts_count(tmp_path: Path) -> None:
     stages[0] += 1000 * 256
     for weights in stages:
         assert f"about {weights * 4 / (1 << 20):.1f} MiB" in text
+    whole = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": {"num_redundant_experts": 2}}
+    text = plan_text(EngineConfig(model=given, parallel=replace(parallel, **whole)), devices=CPU)
+    assert "columns of all experts" not in text
+    assert [line.split(None, 1)[1] for line in text.splitlines() if "(22)" in line or "(20)," in line] == [
+        "0..21 (22)",
+        "22..43 (22)",
+        "44..63 (20), 0..1 (2)",
+    ]
     refused = EngineConfig(model=given, parallel=ParallelConfig(tensor_parallel_size=8)).with_(
         model=ModelConfig(model=str(tmp_path), load_format="dummy")
     )

@@ -108,6 +108,27 @@ def test_models(tmp_path: Path) -> None:
     check("own:Worker", max_model_len=100000, tensor_parallel_size=9)
 
 
+def test_experts(tmp_path: Path) -> None:
+    def check(redundant: int = 0, **parallel: Any) -> None:
+        more = {"enable_eplb": True, "eplb_config": {"num_redundant_experts": redundant}} if redundant else {}
+        config = asked(enable_expert_parallel=True, **more, **parallel)
+        check_model(config.with_(model=ModelConfig(path=str(tmp_path))))
+
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no experts .*leave --enable-expert-parallel out"):
+        check(tensor_parallel_size=2)
+    experts = MODEL | {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 3}
+    (tmp_path / "config.json").write_text(json.dumps(experts))
+    check(tensor_parallel_size=4)  # wider than an expert, which is not split
+    check(tensor_parallel_size=6, redundant=2)
+    with pytest.raises(ConfigError, match=r"over 5 ranks .* more than the model's 4 experts"):
+        check(tensor_parallel_size=5)
+    with pytest.raises(ConfigError, match=r"over 6 ranks .* more than the model's 4 experts"):
+        check(tensor_parallel_size=2, data_parallel_size=3)
+    with pytest.raises(ConfigError, match=r"num_redundant_experts 5 .* is more than 4"):
+        check(tensor_parallel_size=2, redundant=5)
+
+
 def test_weights_from_free_memory(tmp_path: Path) -> None:
     """--tp-weights auto: the least of the devices of a TP place, and such that the model can be split so."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_key_value_heads": 4, "intermediate_size": 64}))

@@ -241,6 +241,8 @@ def test_a_start_that_fails_again_and_again_is_the_end(tiny: tuple[Path, Any], t
         assert recoveries is not None
         assert sum(recoveries.by_cause.values()) == 2
         assert not recoveries.active
+        folder = Path(report.log_file).parent
+        assert len(list(folder.glob("ForkServer-*.log"))) == 2  # the first one and its spare served all starts
 
 
 def test_what_comes_and_goes_while_it_recovers(tiny: tuple[Path, Any]):

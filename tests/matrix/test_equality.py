@@ -54,6 +54,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "enable_prefix_caching": False,
     },
 }
+EXPERT_OPTIONS: dict[str, dict[str, Any]] = {
+    # whole experts on each rank, which takes all tokens
+    "ep": {"enable_expert_parallel": True},
+    # each rank sends its share of the tokens to their experts
+    "ep-rows": {"enable_expert_parallel": True, "all2all_backend": "all_to_all", "max_num_batched_tokens": 37},
+    # experts move every few steps, some of them copies, while requests are preempted
+    "tight-eplb": OPTIONS["tight"]
+    | {
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "eplb_config": {"step_interval": 5, "window_size": 8, "num_redundant_experts": 2},
+    },
+}
+EXPERT_MODELS = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
+EXPERT_SPLITS = [(2, 1), (3, 1), (2, 2)]
 MODELS = [*SHAPES, "default"]
 ALL_OPTIONS = {"llama", "llama-tied", "qwen2", "default"}
 """Models with which all options are tried; the engine does not know one architecture from another."""
@@ -66,6 +81,7 @@ SUBSET = {
     ("phi3", 1, 3, "chunks"),
     ("gemma2", 2, 2, "tight"),
     ("qwen3_moe", 3, 1, "tight"),
+    ("mixtral", 2, 1, "tight-eplb"),
 }
 
 
@@ -78,9 +94,13 @@ def cells() -> list[Any]:
             options,
             marks=[] if (model, tp, pp, options) in SUBSET else [pytest.mark.matrix, pytest.mark.timeout(1200)],
         )
-        for model in MODELS
-        for tp, pp in SPLITS
-        for options in (OPTIONS if model in ALL_OPTIONS else ("chunks", "tight"))
+        for model, tp, pp, options in [
+            (model, tp, pp, options)
+            for model in MODELS
+            for tp, pp in SPLITS
+            for options in (OPTIONS if model in ALL_OPTIONS else ("chunks", "tight"))
+        ]
+        + [(model, *split, options) for model in EXPERT_MODELS for split in EXPERT_SPLITS for options in EXPERT_OPTIONS]
     ]
 
 
@@ -156,11 +176,12 @@ def size_of(model: str) -> tuple[int, int, int]:
 @pytest.mark.parametrize(("model", "tp", "pp", "options"), cells())
 def test_greedy(models: Models, model: str, tp: int, pp: int, options: str) -> None:
     path, reference = models.get(model)
+    how = (OPTIONS | EXPERT_OPTIONS)[options]
     count, longest, most = size_of(model)
     prompts = make_prompts(reference.config.vocab_size, count, longest)
     params = [SamplingParams(temperature=0, max_tokens=most - i % 9, ignore_eos=True) for i in range(count)]
     tally = Tally()
-    with started(path, tp, pp, OPTIONS[options]) as llm:
+    with started(path, tp, pp, how) as llm:
         for i, got in enumerate(tokens_of(llm, prompts, params)):
             assert len(got) == params[i].max_tokens
             tally.add(compare_greedy(reference, prompts[i], got), f"together {i}")
@@ -170,10 +191,12 @@ def test_greedy(models: Models, model: str, tp: int, pp: int, options: str) -> N
         for i, got in enumerate(tokens_of(llm, prompts[:6], params[:6])):
             tally.add(compare_greedy(reference, prompts[i], got), f"again {i}")
         stats = llm.stats()
+        if how.get("enable_eplb"):
+            assert min(llm.collective_rpc(lambda worker: worker._balancer.moved)) > 0
     count_in(tally)
     if options.startswith("tight") and model != "default":
         assert stats.preemptions > 0
-    if OPTIONS[options].get("enable_prefix_caching", True):
+    if how.get("enable_prefix_caching", True):
         assert stats.prefix_hits > 0
     else:
         assert stats.prefix_hits == 0

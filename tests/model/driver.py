@@ -71,9 +71,13 @@ class Driver:
 
     def step(self, *, defer: bool = False) -> StepPlan:
         """One step over all requests."""
-        plan = self._plan()
+        plan = self.plan()
         plan.defer_sampling = defer
-        output = self.execute(plan)
+        self.take(plan, self.execute(plan))
+        return plan
+
+    def take(self, plan: StepPlan, output: StepOutput) -> None:
+        """What a step has given."""
         assert output.step == plan.step
         by_slot = {request.slot: request for request in self.running}
         for entry in output.prompt_logprobs:
@@ -89,9 +93,9 @@ class Driver:
         for request in [request for request in self.running if request.done]:
             self._release(request)
             self.running.remove(request)
-        return plan
 
-    def _plan(self) -> StepPlan:
+    def plan(self) -> StepPlan:
+        """The next step over all requests."""
         starts, rows = [], []
         freed, self._freed = self._freed, []
         for request in self.running:

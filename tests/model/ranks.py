@@ -16,6 +16,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ class RankHost:
     def __init__(self) -> None:
         mine, theirs = socket.socketpair()
         self._socket = mine
-        self._socket.settimeout(60)
+        self._socket.settimeout(100)
         root = Path(__file__).parents[2]
         environment = os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{root / 'src'}:{root}"}
         with theirs:
@@ -40,7 +41,8 @@ class RankHost:
             )
 
     def start(self, config: EngineConfig, num_blocks: int, block_size: int) -> list[str]:
-        """End the ranks before and start those of ``config``; their names."""
+        """End the ranks before and start those of ``config``; their names. Those of all engines that talk to each
+        other, one engine after the other."""
         return self._ask(("start", config, num_blocks, block_size))
 
     def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
@@ -49,6 +51,10 @@ class RankHost:
         ``method``: of the worker, or a function of a module, which gets the worker first.
         """
         return self._ask(("call", method, args))
+
+    def each(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        """As :meth:`call`, with a method and arguments for each rank."""
+        return self._ask(("each", list(calls)))
 
     def stop(self) -> None:
         """End the ranks."""
@@ -62,9 +68,9 @@ class RankHost:
     def _ask(self, message: Any) -> list[Any]:
         _send(self._socket, message)
         answers: list[Any] = _receive(self._socket)
-        for answer in answers:
-            if isinstance(answer, str) and answer.startswith("Traceback"):
-                raise RuntimeError(answer)
+        failed = [answer for answer in answers if isinstance(answer, str) and answer.startswith("Traceback")]
+        if failed:
+            raise RuntimeError("\n".join(failed))
         return answers
 
 
@@ -99,12 +105,15 @@ def _host(channel: socket.socket) -> None:
                 _end(ranks)
                 importlib.import_module(read_spec(message[0].model.path).modeling_module)
                 ranks = _fork_ranks(channel, *message)
+            elif kind == "each":
+                for (_, rank), one in zip(ranks, message[0], strict=True):
+                    _send(rank, one)
             elif kind == "stop":
                 _end(ranks)
                 ranks = []
             else:
                 for _, rank in ranks:
-                    _send(rank, message)
+                    _send(rank, tuple(message))
             _send(channel, [_answer(rank) for _, rank in ranks])
     except EOFError:
         pass
@@ -129,9 +138,12 @@ def _end(ranks: list[tuple[int, socket.socket]]) -> None:
 def _fork_ranks(host: socket.socket, config: EngineConfig, blocks: int, size: int) -> list[tuple[int, socket.socket]]:
     from drumline.parallel.rendezvous import create_rendezvous
 
-    rendezvous = create_rendezvous(config.parallel.world_size)
+    engines = config.parallel.data_parallel_size if config.parallel.spans_engines else 1
+    world = config.parallel.world_size
+    rendezvous = create_rendezvous(engines * world)
     ranks: list[tuple[int, socket.socket]] = []
-    for rank in range(config.parallel.world_size):
+    for place in range(engines * world):
+        engine, rank = divmod(place, world)
         mine, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
@@ -139,7 +151,8 @@ def _fork_ranks(host: socket.socket, config: EngineConfig, blocks: int, size: in
                 channel.close()
             code = 1
             try:
-                _rank(theirs, config, rank, rendezvous.init_method, blocks, size)
+                own = replace(config, parallel=replace(config.parallel, data_parallel_rank=engine))
+                _rank(theirs, own, rank, rendezvous.init_method, blocks, size)
                 code = 0
             except BaseException:  # noqa: BLE001  a forked child must end here
                 traceback.print_exc()
@@ -204,6 +217,29 @@ def parameter_bytes(worker: Any) -> int:
     parameters = [parameter for parameter in worker.model.parameters() if not parameter.is_meta]
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in parameters}
     return sum(storages.values())
+
+
+def experts(worker: Any) -> list[dict[str, Any]]:
+    """Of each layer with experts that a rank has some of: what each module knows."""
+    from drumline.model.expert_parallel import ParallelExperts
+
+    return [
+        {
+            "placement": module.placement.experts,
+            "rows": len(module.down_proj),
+            "way": module._sharing.way,
+            "loads": module.loads.tolist(),
+            "weights": module.down_proj.data[:, 0, 0].tolist(),
+        }
+        for module in worker.model.modules()
+        if isinstance(module, ParallelExperts)
+    ]
+
+
+def moved(worker: Any) -> int:
+    """Slots of experts that have got other weights so far."""
+    count: int = worker._balancer.moved
+    return count
 
 
 def held(worker: Any) -> tuple[int, int, int]:

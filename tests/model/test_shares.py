@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from drumline.cli.plan import plan_text
-from drumline.config import CacheConfig, DeviceTable, EngineConfig
+from drumline.config import CacheConfig, DeviceTable, EngineConfig, ParallelConfig
 from drumline.errors import ConfigError
+from drumline.model.expert_parallel import ExpertSharing
 from drumline.model.loader import load_model, parameter_bytes
-from drumline.model.shares import estimated_bytes, rank_bytes, read_shapes
+from drumline.model.shares import estimated_bytes, held_experts, rank_bytes, read_shapes
 from drumline.model.spec import read_spec
 from drumline.model.stages import stage_layers
 from drumline.model.worker import ModelWorker
@@ -56,6 +57,26 @@ def test_of_every_architecture(tiny: Tiny, shape: str, weights: tuple[int, ...],
             )
             assert parameter_bytes(model) == plan[stage][rank], (stage, rank)
             assert 0.8 < about[stage][rank] / plan[stage][rank] <= 1.001  # norms and biases of tiny models
+
+
+@pytest.mark.parametrize(("shape", "redundant"), [("qwen3_moe", 4), ("gpt_oss", 0), ("deepseek_v3", 1)])
+def test_of_whole_experts(tiny: Tiny, shape: str, redundant: int) -> None:
+    """With experts in several slots, and a checkpoint of which a rank reads the end and the beginning."""
+    folder, _ = tiny(shape)
+    balancing = {"enable_eplb": redundant > 0, "eplb_config": {"num_redundant_experts": redundant}}
+    parallel = ParallelConfig(tensor_parallel_size=3, enable_expert_parallel=True, **balancing)
+    spec = read_spec(folder)
+    assert spec.experts is not None
+    stages, held = stage_layers(spec, parallel), held_experts(spec, parallel)
+    assert sum(map(len, held)) == spec.experts.num_experts + redundant
+    plan = rank_bytes(spec, read_shapes(folder), stages, 3, "float32", held)[0]
+    about = estimated_bytes(spec, stages, 3, "float32", held)[0]
+    for rank in range(3):
+        place = Place(rank, 3)
+        sharing = ExpertSharing.of(spec.experts, place, rank, 3, redundant=redundant, how="auto", counts=False)
+        model = load_model(spec, folder, dtype=torch.float32, device=torch.device("cpu"), group=place, experts=sharing)
+        assert parameter_bytes(model) == plan[rank]
+        assert 0.5 < about[rank] / plan[rank] < 2
 
 
 @pytest.mark.parametrize(

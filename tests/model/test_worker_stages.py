@@ -92,7 +92,7 @@ def test_a_slot_that_is_freed_while_its_token_is_on_the_way(rank_host: RankHost,
     first = driver.add([5, 6, 7], max_tokens=4)
     other = driver.add([9, 8], max_tokens=6)
     driver.step()
-    plan = driver._plan()  # both decode, deferred
+    plan = driver.plan()  # both decode, deferred
     plan.defer_sampling = True
     rank_host.call("execute_model", plan)
     # `first` is aborted; its slot goes to a new request at once, in a plan that runs before the deferred sampling.

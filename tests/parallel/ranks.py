@@ -62,6 +62,8 @@ def collectives(rank: int, size: int, method: str) -> dict[str, Any]:
         "middle": list(tp.all_gather(torch.zeros(2, sizes[rank], 5), -2, sizes).shape),
         "no_rows": list(tp.all_gather(torch.empty(0, sizes[rank]), 1, sizes).shape),
         "into": into[:, 0].tolist(),
+        "all_to_all": _trade(tp),
+        "no_bytes": list(tp.all_to_all(torch.empty(size, 0), [1] * size, [1] * size).shape),
         "scattered": tp.reduce_scatter(torch.arange(6.0).view(1, 6) * (rank + 1), 1, sizes).tolist(),
         "scattered_evenly": tp.reduce_scatter(torch.tensor([[rank], [5 - rank], [7]]), 0, op="max").tolist(),
         "scattered_nothing": list(tp.reduce_scatter(torch.empty(0, size), -1).shape),
@@ -88,6 +90,17 @@ def collectives(rank: int, size: int, method: str) -> dict[str, Any]:
     groups.close()
     groups.close()
     return result
+
+
+def _trade(group: Any) -> list[list[int]]:
+    """Member i sends i rows to each other one, and none to itself: [who, to whom, which row]."""
+    me, size = group.rank_in_group, group.size
+    sends = [0 if other == me else me for other in range(size)]
+    rows = [[me, other, number] for other, count in enumerate(sends) for number in range(count)]
+    receives = [0 if other == me else other for other in range(size)]
+    mine = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
+    found: list[list[int]] = group.all_to_all(mine, sends, receives).tolist()
+    return found
 
 
 def _listed(tensor: torch.Tensor | None) -> Any:
@@ -289,6 +302,7 @@ def alone(rank: int, size: int, _method: str) -> dict[str, Any]:
         refused.append("--enable-expert-parallel" in str(error))
     result = {
         "same": tp.all_reduce(value) is value and tp.all_gather(value) is value and tp.broadcast(value) is value,
+        "traded": tp.all_to_all(value, [1], [1]) is value,
         "objects": [tp.broadcast_object("x"), tp.all_gather_object("x")],
         "into": bool(out[0].equal(value)),
         "backend": groups.backend,

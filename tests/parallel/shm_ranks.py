@@ -136,6 +136,23 @@ class Model:
         mine = mine.T.contiguous().T if self.random.random() < 0.3 else mine.clone()
         self.check(self.group.broadcast(mine, src), tensors[src])
 
+    def all_to_all(self, big: bool = False) -> None:
+        """Each row says who sent it, to whom, and which it is."""
+        size, here = self.group.size, self.group.rank_in_group
+        dtype, width = self.random.choice([*DTYPES, torch.bool]), self.random.choice([[], [0], [1], [3, 5], [257]])
+        most = SLOT_BYTES // 64 if big else 6
+        counts = [[self.random.choice([0, 0, self.random.randint(0, most)]) for _ in range(size)] for _ in range(size)]
+        if self.random.random() < 0.1:
+            counts = [[0] * size] * size
+        rows = [[self.tensors([[count, *width]], dtype)[0] for count in row] for row in counts]
+        mine = torch.cat(rows[here])
+        if self.random.random() < 0.3 and len(width) == 2:
+            mine = mine.transpose(0, 2).contiguous().transpose(0, 2)
+        got = self.group.all_to_all(mine, counts[here], [row[here] for row in counts])
+        expected = torch.cat([row[here] for row in rows])
+        assert got.dtype == dtype
+        assert torch.equal(got, expected), (got, expected)
+
     def objects(self, big: bool = False) -> None:
         sizes = [self.random.choice([0, 1, 100, SLOT_BYTES, 3 * SLOT_BYTES if big else 10]) for _ in self.group.ranks]
         mine = {"size": "x" * sizes[self.group.rank_in_group]}
@@ -153,7 +170,15 @@ class Model:
 
     @property
     def others(self) -> list[Callable[..., None]]:
-        return [self.all_gather_into, self.broadcast, self.objects, self.barrier, self.gather, self.reduce_scatter]
+        return [
+            self.all_gather_into,
+            self.all_to_all,
+            self.broadcast,
+            self.objects,
+            self.barrier,
+            self.gather,
+            self.reduce_scatter,
+        ]
 
 
 def _reduced(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
@@ -356,6 +381,8 @@ def misuse(rank: int, size: int, method: str) -> dict[str, Any]:
         lambda: groups.tp.reduce_scatter(torch.ones(3)),
         lambda: groups.tp.reduce_scatter(torch.ones(3), 0, [1, 1]),
         lambda: groups.tp.gather(torch.ones(3), size),
+        lambda: groups.tp.all_to_all(torch.ones(2), [1, 2], [1, 1]),
+        lambda: groups.tp.all_to_all(torch.ones(2), [1, 1], [0, 1] if rank == 0 else [1, 0]),
     ):
         try:
             call()
@@ -364,6 +391,12 @@ def misuse(rank: int, size: int, method: str) -> dict[str, Any]:
     leaf = torch.ones(4, requires_grad=True)
     gradless = groups.tp.all_reduce(leaf * 2)
     plain = groups.tp.all_reduce(torch.ones(4))
+    try:  # rank 0 has two rows for rank 1, which counts on one
+        groups.tp.all_to_all(torch.ones(2), [0, 2], [0, 0]) if rank == 0 else groups.tp.all_to_all(
+            torch.ones(0), [0, 0], [1, 0]
+        )
+    except CollectiveError as error:
+        errors.append(str(error))
     return {"errors": errors, "value": gradless.tolist(), "tracks": plain.requires_grad}
 
 

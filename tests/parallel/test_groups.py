@@ -63,6 +63,8 @@ def test_collectives_of_three_ranks(ran: Ran, function: str) -> None:
             "middle": [2, 6, 5],
             "no_rows": [0, 6],
             "into": [0.0, 1.0, 2.0],
+            "all_to_all": [[who, rank, number] for who in range(3) if who != rank for number in range(who)],
+            "no_bytes": [3, 0],
             "scattered": [[[0.0, 6.0, 12.0]], [[18.0]], [[24.0, 30.0]]][rank],
             "scattered_evenly": [[[2]], [[5]], [[7]]][rank],
             "scattered_nothing": [0, 1],
@@ -143,6 +145,7 @@ def test_world_of_one_needs_no_process_group(ran: Ran) -> None:
     assert ran["alone"] == [
         {
             "same": True,
+            "traded": True,
             "objects": ["x", ["x"]],
             "into": True,
             "backend": "",

@@ -77,4 +77,10 @@ def test_misuse_is_refused_with_a_sentence(ran: Ran) -> None:
         assert "cannot cut 3 along dimension 0 into 2 equal parts: give sizes" in got["errors"][5]
         assert "sizes [1, 1] do not fit" in got["errors"][6]
         assert "has no member 2" in got["errors"][7]
+        assert "do not fit GroupCoordinator(tp" in got["errors"][8]
+        assert "sends itself 1 rows and receives others" in got["errors"][9]
         assert (got["value"], got["tracks"]) == ([4.0] * 4, False)
+    assert [got["errors"][10:] for got in ran["misuse"]] == [
+        [],
+        ["all_to_all of world group (0, 1) on rank 1: rank 0 sends 2 rows, not the 1 that are expected"],
+    ]

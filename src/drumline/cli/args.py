@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from drumline.config import (
+    ALL2ALL,
     DTYPE_ALIASES,
     DTYPES,
     LOAD_FORMATS,
@@ -136,6 +137,9 @@ GROUPS: dict[str, list[Flag]] = {
             metavar="N",
         ),
         _flag("--enable-expert-parallel", "parallel.enable_expert_parallel", "whole experts per rank", None),
+        _flag("--all2all-backend", "parallel.all2all_backend", "how tokens come to experts", choices=ALL2ALL),
+        _flag("--enable-eplb", "parallel.enable_eplb", "move experts to even out their load", None),
+        _flag("--eplb-config", "parallel.eplb_config", "step_interval, num_redundant_experts ..", metavar="JSON"),
         _flag(
             "--distributed-executor-backend",
             "parallel.distributed_executor_backend",
@@ -371,7 +375,6 @@ def refuse_unbuilt(namespace: argparse.Namespace, config: EngineConfig, server: 
         name
         for name, value in (
             ("--data-parallel-size", parallel.data_parallel_size > 1),
-            ("--enable-expert-parallel", parallel.enable_expert_parallel),
             ("--nnodes", parallel.nnodes > 1),
             ("--api-server-count", server.api_server_count > 1),
         )

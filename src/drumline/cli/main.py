@@ -90,6 +90,7 @@ def _open_standard_descriptors() -> None:
 
 def _main(given: list[str]) -> int:
     import argparse
+    import errno
 
     from drumline.cli.args import Parser, parse
     from drumline.errors import ConfigError, ExitCode
@@ -104,7 +105,10 @@ def _main(given: list[str]) -> int:
     name = given[0] if given else ""
     try:
         if name in SUBCOMMANDS:
-            return int(_RUN[name](given[1:]))
+            code = int(_RUN[name](given[1:]))
+            if name != "serve":
+                sys.stdout.flush()
+            return code
         if name and not name.startswith("-"):
             parser.error(_unknown_command(name))
         namespace = parse(parser, given)
@@ -118,6 +122,21 @@ def _main(given: list[str]) -> int:
     except ConfigError as e:
         print(f"drumline {name}: error: {e}", file=sys.stderr)
         return ExitCode.USAGE
+    except OSError as e:
+        if name == "serve" or e.filename is not None or e.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        return _lost_output(name, e)
+
+
+def _lost_output(name: str, error: OSError) -> int:
+    """Nobody reads what is printed any more, which is nobody's mistake, or there is no room for it."""
+    from drumline.errors import ExitCode
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer is written when the interpreter ends
+    if isinstance(error, BrokenPipeError):
+        return ExitCode.OK
+    print(f"drumline {name}: error: standard output: {error.strerror}", file=sys.stderr)
+    return ExitCode.USAGE
 
 
 def _unknown_command(name: str) -> str:

@@ -15,11 +15,13 @@ from drumline.cli.args import Parser, add_flags, configs, parse
 from drumline.config import DeviceTable, EngineConfig, ParallelConfig, ServerConfig, choose_backend
 from drumline.engine.checks import check_machine, check_model, with_weights
 from drumline.errors import ConfigError, ExitCode
+from drumline.model.expert_spec import ExpertsSpec
 from drumline.model.resolve import check_weights, has_own_head
-from drumline.model.shares import estimated_bytes, rank_bytes, read_shapes
+from drumline.model.shares import estimated_bytes, held_experts, rank_bytes, read_shapes
 from drumline.model.spec import DTYPE_BYTES, ModelSpec, kv_spec, read_spec, resolve_dtype
 from drumline.model.stages import stage_layers, stage_weights
 from drumline.parallel.boxes import MAIL_BYTES
+from drumline.parallel.experts import Placement
 from drumline.parallel.layout import (
     GroupKind,
     Layout,
@@ -203,9 +205,10 @@ def _groups(parallel: ParallelConfig) -> str:
         size = layout.group_size(kind)
         shown = " ".join(f"[{','.join(map(str, group))}]" for group in groups) if size > 1 else "each rank alone"
         note = ""
-        if size > 1 and not parallel.enable_expert_parallel:
+        made = parallel.enable_eplb if kind is GroupKind.EPLB else parallel.enable_expert_parallel
+        if size > 1 and not made:
             if kind in EXPERTS_ONLY:
-                note = "with --enable-expert-parallel only"
+                note = f"with {'--enable-eplb' if kind is GroupKind.EPLB else '--enable-expert-parallel'} only"
             elif kind is GroupKind.WORLD and parallel.data_parallel_size > 1:
                 note = "without it each engine is a world of its own"
         table.append((kind.name, str(size), shown, note))
@@ -285,7 +288,8 @@ def _share_tables(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) -
     dtype = resolve_dtype(config.model.dtype, spec, "cpu" if not devices.accelerator else devices.platform)
     experts = spec.experts
     columns = {"MLP columns": spec.widths(spec.intermediate_size, tp)} if spec.has_mlp else {}
-    if experts is not None:
+    whole = config.parallel.enable_expert_parallel
+    if experts is not None and not whole:
         columns["columns of each expert"] = tuple(spec.expert_share(rank, tp).columns for rank in range(tp))
     table = [("TP", "query heads", "KV heads", *columns, "vocabulary")]
     for rank, (heads, *widths, vocab) in enumerate(
@@ -297,8 +301,22 @@ def _share_tables(spec: ModelSpec, config: EngineConfig, devices: DeviceTable) -
     return (
         f"shares of the model ({spec.architecture}: {spec.num_layers} layers{mixture}, {spec.num_heads} query and "
         f"{spec.num_kv_heads} KV heads, vocabulary {spec.vocab_size}{weights})\n{_table(table)}\n"
+        f"{_expert_table(experts, config.parallel) if experts and whole else ''}"
         f"{_stage_table(spec, config, dtype)}\n\n{_memory_table(spec, config, dtype)}"
     )
+
+
+def _expert_table(experts: ExpertsSpec, parallel: ParallelConfig) -> str:
+    """Whole experts of each rank of an EP group, as they are at first."""
+    redundant, ranks = parallel.eplb_config.num_redundant_experts, parallel.expert_parallel_size
+    placement = Placement.linear(experts.num_experts, redundant, ranks)
+    table = [("EP", "experts of each layer" + (", at first" if parallel.enable_eplb else ""))]
+    for rank in range(ranks):
+        held = placement.of_rank(rank)
+        first = held.index(0) if 0 in held else 0  # behind the last expert comes the first one again
+        runs = [Range(run[0], run[-1] + 1) for run in (held[:first], held[first:]) if run]
+        table.append((str(rank), ", ".join(map(_range, runs))))
+    return f"{_table(table)}\n"
 
 
 def _stage_table(spec: ModelSpec, config: EngineConfig, dtype: str) -> str:
@@ -336,7 +354,11 @@ def _memory_table(spec: ModelSpec, config: EngineConfig, dtype: str) -> str:
     dcp = layout.dcp
     shapes = {} if config.model.load_format == "dummy" else read_shapes(Path(config.model.path))
     about = "" if shapes else "about "
-    weights = rank_bytes(spec, shapes, stages, tp, dtype) if shapes else estimated_bytes(spec, stages, tp, dtype)
+    held = held_experts(spec, parallel)
+    if shapes:
+        weights = rank_bytes(spec, shapes, stages, tp, dtype, held)
+    else:
+        weights = estimated_bytes(spec, stages, tp, dtype, held)
     of = f" (of {block_size * dcp}, over {dcp} ranks)" if dcp > 1 else ""
     table = [("worker", "weights", f"KV of a block of {block_size} tokens{of}")]
     for rank in range(layout.world_size):

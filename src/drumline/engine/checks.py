@@ -13,12 +13,13 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from typing import Any
 
-from drumline.config import DeviceTable, EngineConfig, choose_backend
+from drumline.config import DeviceTable, EngineConfig, ParallelConfig, choose_backend
 from drumline.errors import ConfigError
 from drumline.executor.base import Executor
 from drumline.model.spec import ModelSpec, read_spec, resolve_max_model_len
 from drumline.model.stages import stage_layers
 from drumline.parallel.context import check_same_heads
+from drumline.parallel.experts import expert_slots
 from drumline.parallel.layout import Layout
 from drumline.parallel.shards import auto_weights, ease_weights
 from drumline.platforms import device_table
@@ -62,8 +63,7 @@ def check_model(config: EngineConfig, devices: DeviceTable | None = None) -> Eng
     spec = spec.weighted(config.parallel)
     check_same_heads(Layout.of(config.parallel), spec.heads(size))
     stage_layers(spec, config.parallel)
-    for width in spec.mlp_widths:
-        spec.widths(width, size)
+    _check_experts(spec, config.parallel)
     resolve_max_model_len(config.model.max_model_len, spec)
     return config
 
@@ -91,6 +91,20 @@ def free_weights(config: EngineConfig, devices: DeviceTable | None = None) -> tu
         for device in devices.devices[place : place + 1]:
             free[layout.coordinates(rank).tp].append(device.free or device.memory)
     return auto_weights([min(one, default=0) for one in free])
+
+
+def _check_experts(spec: ModelSpec, parallel: ParallelConfig) -> None:
+    """Whether MLPs and experts can be split."""
+    whole = parallel.enable_expert_parallel
+    if whole and spec.experts is None:
+        raise ConfigError(
+            f"{spec.architecture} has no experts to spread over ranks: leave --enable-expert-parallel out"
+        )
+    for width in spec.widths_beside_experts if whole else spec.mlp_widths:
+        spec.widths(width, parallel.tensor_parallel_size)
+    if whole and spec.experts is not None:
+        redundant = parallel.eplb_config.num_redundant_experts
+        expert_slots(spec.experts.num_experts, redundant, parallel.expert_parallel_size)
 
 
 def _check_class_name(name: str, option: str) -> None:

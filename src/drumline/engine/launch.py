@@ -76,8 +76,9 @@ class EngineProcesses:
         config: ``model.path`` is set.
         role: what reports and the process table call this process.
         on_failure: called once, in the supervisor's thread, when the engine is dead. Must not block.
-        keep: if the engine dies once it was ready, its fork server is kept for those that come after (the imports are
-            most of a start), and if that is what died, a spare copy of it takes its place; :meth:`close` ends both.
+        keep: if the engine dies once it was ready, or while it takes the place of one that was, its fork server is
+            kept for those that come after (the imports are most of a start), and if that is what died, a spare copy of
+            it takes its place; :meth:`close` ends both.
         before: the processes of the engine in whose place these come; they have been shut down.
         trusted: keys and values of that engine may be used (``engine.kept``).
         waits: whether somebody waits for something of the engine core, which is then watched (:meth:`expect`).
@@ -102,6 +103,7 @@ class EngineProcesses:
         self._on_failure = on_failure
         self._phase = "starting"
         self._keep = keep
+        self._again = before is not None
         self._log_dir: str = before._log_dir if before is not None else config.process.log_dir
         self._forkserver: ForkServer | None = None if before is None else before._take_forkserver()
         self._spare: ForkServer | None = None if before is None else before._take_spare()
@@ -381,8 +383,8 @@ class EngineProcesses:
         return self._forkserver.clear()
 
     def _may_go_on(self) -> bool:
-        """It died, once it was ready, and others may come in its place."""
-        return self._keep and self.failure is not None and "ready" in self._marks
+        """It died, once it was ready or while it took the place of one that was, and others may come in its place."""
+        return self._keep and self.failure is not None and (self._again or "ready" in self._marks)
 
     def _make_spare(self) -> None:
         """If there is none. The lock is held."""

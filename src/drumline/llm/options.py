@@ -78,7 +78,6 @@ _VLLM: dict[str, tuple[Any, ...]] = {
 _NOT_BUILT = (
     "data_parallel_size",
     "nnodes",
-    "enable_expert_parallel",
 )
 
 

@@ -63,10 +63,18 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """What of a layer's experts a rank has: of ``experts`` the ``columns`` of their width."""
+    """What of a layer's experts a rank has: of ``experts`` the ``columns`` of their width.
+
+    ``experts`` are slots (``parallel.experts``) in the model's order: behind the last expert comes the first one again.
+    """
 
     experts: Range
     columns: Range
+
+    @classmethod
+    def of_ep(cls, spec: ExpertsSpec, slots: Range) -> ExpertShare:
+        """The experts of these slots, whole."""
+        return cls(slots, Range(0, spec.width))
 
 
 def name_of_today(name: str) -> str:

@@ -2,7 +2,7 @@
 
 Checkpoints have a tensor for each matrix of each expert, or the same fused over experts as transformers has it in
 memory; which of both is seen by their names. Here they are fused always, and a rank reads only its part: of all
-experts a range of the width (TP), or some experts whole. Names of other spellings (Mixtral's) become those of today as
+experts a range of the width (TP), or some whole (EP). Names of other spellings (Mixtral's) become those of today as
 files are opened (``weights``).
 
 =====================================  =================  =====================================================
@@ -27,37 +27,43 @@ from typing import Any
 
 import torch
 
+from drumline.model.expert_parallel import ExpertSharing, ParallelExperts
 from drumline.model.expert_spec import ExpertShare, ExpertsSpec
 from drumline.model.experts import Experts, MoeBlock, ScoredMoeBlock, gating_of
 from drumline.model.layers import TPGroup
 from drumline.model.spec import ModelSpec
 from drumline.model.weights import Part, Piece, WeightSource
+from drumline.parallel.shards import Range
+
+Arrange = Callable[[torch.Tensor], torch.Tensor]
 
 
-def put_experts(model: Any, spec: ModelSpec, dtype: torch.dtype, group: TPGroup) -> dict[str, ExpertShare]:
+def put_experts(
+    model: Any, spec: ModelSpec, dtype: torch.dtype, group: TPGroup, sharing: ExpertSharing | None = None
+) -> dict[str, ExpertShare]:
     """Put this rank's experts into a model (on the meta device). By name of each experts module what of them it has.
 
-    Here it is decided how experts are shared.
+    Here it is decided how experts are shared: as ``sharing`` says, or each over the ranks of the TP group.
     """
     if spec.experts is None:
         return {}
     interleaved = spec.experts.interleaved
-    share = spec.expert_share(group.rank_in_group, group.size)
+    if sharing is None:
+        share = spec.expert_share(group.rank_in_group, group.size)
+    else:
+        share = ExpertShare.of_ep(spec.experts, sharing.slots)
     shares: dict[str, ExpertShare] = {}
     for name, block in list(model.named_modules()):
         if not hasattr(block, "experts"):
             continue
         if spec.experts.float_router:
             block.gate.to(torch.float32)  # as of transformers 5.24 it is by itself
-        experts = Experts(
-            share.experts.size,
-            spec.hidden_size,
-            share.columns.size,
-            gating_of(block.experts),
-            dtype,
-            biases=interleaved,
-            down_bias=group.rank_in_group == 0,
-        )
+        gating, size = gating_of(block.experts), (spec.hidden_size, share.columns.size)
+        if sharing is None:
+            first = group.rank_in_group == 0
+            experts = Experts(share.experts.size, *size, gating, dtype, biases=interleaved, down_bias=first)
+        else:
+            experts = ParallelExperts(sharing, spec.experts.num_experts, *size, gating, dtype, biases=interleaved)
         model.set_submodule(name, (ScoredMoeBlock if interleaved else MoeBlock)(block, experts, group))
         shares[f"{name}.experts"] = share
     return shares
@@ -79,7 +85,7 @@ def _each(name: str, stored: str, share: ExpertShare, spec: ExpertsSpec, hidden:
     rows = (spec.width, hidden), Part((spec.width, hidden), 0, (columns,))
     across = (hidden, spec.width), Part((hidden, spec.width), 1, (columns,))
     pieces = []
-    for place, expert in enumerate(range(*share.experts)):
+    for place, expert in enumerate(slot % spec.num_experts for slot in range(*share.experts)):
         for leaf, target, index, (shape, part) in (
             ("gate_proj", "gate_up_proj", (place, slice(0, width)), rows),
             ("up_proj", "gate_up_proj", (place, slice(width, 2 * width)), rows),
@@ -89,28 +95,44 @@ def _each(name: str, stored: str, share: ExpertShare, spec: ExpertsSpec, hidden:
     return pieces
 
 
+def _stack(experts: Range, count: int) -> tuple[Range, Arrange | None]:
+    """Which of ``count`` experts to read for slots, and how to bring them into their order if that is not theirs."""
+    start = experts.start % count
+    if start + experts.size <= count:
+        return Range(start, start + experts.size), None
+    index = torch.arange(*experts) % count
+    return Range(0, count), lambda tensor: tensor[index]
+
+
+def _after(first: Arrange | None, then: Arrange | None) -> Arrange | None:
+    if first is None or then is None:
+        return first or then
+    return lambda tensor: then(first(tensor))
+
+
 def _fused(name: str, stored: str, share: ExpertShare, spec: ExpertsSpec, hidden: int) -> list[Piece]:
     """Tensors over all experts."""
-    gate, experts = share.columns, share.experts
+    gate, (experts, order) = share.columns, _stack(share.experts, spec.num_experts)
     gate_up, down = (spec.num_experts, 2 * spec.width, hidden), (spec.num_experts, hidden, spec.width)
     parts = {
         "gate_up_proj": Part(gate_up, 1, (gate, gate.shifted(spec.width)), experts),
         "down_proj": Part(down, 2, (gate,), experts),
     }
-    return [Piece(f"{name}.{leaf}", f"{stored}.{leaf}", part.full, part) for leaf, part in parts.items()]
+    return [Piece(f"{name}.{leaf}", f"{stored}.{leaf}", part.full, part, arrange=order) for leaf, part in parts.items()]
 
 
 def _interleaved(name: str, stored: str, share: ExpertShare, spec: ExpertsSpec, hidden: int) -> list[Piece]:
     """Tensors over all experts as GPT-OSS has them."""
     count, columns, both = spec.num_experts, share.columns, share.columns.scaled(2)
-    leaves: dict[str, tuple[Part, Callable[[torch.Tensor], torch.Tensor] | None]] = {
-        "gate_up_proj": (Part((count, hidden, 2 * spec.width), 2, (both,), share.experts), _transposed_halves),
-        "gate_up_proj_bias": (Part((count, 2 * spec.width), 1, (both,), share.experts), _halves),
-        "down_proj": (Part((count, spec.width, hidden), 1, (columns,), share.experts), _transposed),
-        "down_proj_bias": (Part((count, hidden), 0, (share.experts,)), None),
+    experts, order = _stack(share.experts, count)
+    leaves: dict[str, tuple[Part, Arrange | None]] = {
+        "gate_up_proj": (Part((count, hidden, 2 * spec.width), 2, (both,), experts), _transposed_halves),
+        "gate_up_proj_bias": (Part((count, 2 * spec.width), 1, (both,), experts), _halves),
+        "down_proj": (Part((count, spec.width, hidden), 1, (columns,), experts), _transposed),
+        "down_proj_bias": (Part((count, hidden), 0, (experts,)), None),
     }
     return [
-        Piece(f"{name}.{leaf}", f"{stored}.{leaf}", part.full, part, arrange=arrange)
+        Piece(f"{name}.{leaf}", f"{stored}.{leaf}", part.full, part, arrange=_after(order, arrange))
         for leaf, (part, arrange) in leaves.items()
     ]
 

@@ -36,6 +36,7 @@ from torch import nn
 from drumline.errors import ConfigError, UnsupportedModelError
 from drumline.model import attention
 from drumline.model.architectures import ARCHITECTURES
+from drumline.model.expert_parallel import ExpertSharing
 from drumline.model.expert_spec import ExpertShare
 from drumline.model.expert_weights import expert_pieces, put_experts
 from drumline.model.experts import Experts
@@ -69,6 +70,7 @@ def load_model(
     max_model_len: int | None = None,
     load_format: str = "auto",
     seed: int = 0,
+    experts: ExpertSharing | None = None,
     progress: Progress = lambda done: None,
 ) -> nn.Module:
     """The model of ``folder`` with this rank's share of the weights, in eval mode, on ``device``.
@@ -78,14 +80,15 @@ def load_model(
     ``max_model_len``: the longest sequence that will be served, which decides between the frequencies of a rotary
     embedding that has two sets (None: ``spec.default_max_model_len``).
     ``load_format`` ``dummy`` makes weights that are a pure function of (seed, parameter name, full shape), so every
-    TP size and every stage is of the same model. Raises ConfigError if the checkpoint does not fit the configuration.
+    TP size and every stage is of the same model. ``experts``: how those are shared, if not over the TP group like
+    everything else. Raises ConfigError if the checkpoint does not fit the configuration.
     """
     attention.register()
     part = Slice.of(layers, spec.num_layers)
     model = _build(spec, folder, dtype)
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     cut(model, part)
-    shares = put_experts(model, spec, dtype, group)
+    shares = put_experts(model, spec, dtype, group, experts)
     parts = _split(model, spec, part, dtype, group)
     source: WeightSource = (
         DummyWeights(seed) if load_format == "dummy" else SafetensorsWeights(Path(folder), model.base_model_prefix)

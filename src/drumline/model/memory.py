@@ -106,6 +106,10 @@ def warm_up(device: torch.device, groups: Groups, dtype: torch.dtype) -> None:
     for group in (groups.tp, groups.pcp, groups.dcp, groups.pp):
         if group.size > 1:
             group.all_reduce(square)
+    for group in groups.for_experts:
+        if group.size > 1:
+            each, row = [1] * group.size, square[:1].repeat(group.size, 1)
+            group.all_to_all(row, each, each)
     pipeline = groups.pp
     if not pipeline.is_first:  # messages between two have a communicator of their own
         pipeline.recv(square)

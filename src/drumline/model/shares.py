@@ -2,9 +2,9 @@
 
 What ``loader`` does with the modules of a model, done with the names of its tensors: linears are split by rows or
 columns, between heads; embedding and head by vocabulary; norms over all heads like the heads; the rest is on every rank
-of a stage. Of experts each rank has a range of the width. So a tensor's share follows from its name, its shape and the
-spec. No torch, no transformers; tests compare it with what workers hold. All parameters are in the compute type, but
-for routers that stay in float32.
+of a stage. Of experts each rank has a range of the width, or some of them whole. So a tensor's share follows from its
+name, its shape and the spec. No torch, no transformers; tests compare it with what workers hold. All parameters are in
+the compute type, but for routers that stay in float32.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from drumline.config import ParallelConfig
 from drumline.model.expert_spec import name_of_today
 from drumline.model.spec import DTYPE_BYTES, ModelSpec
+from drumline.parallel.experts import Placement
 from drumline.parallel.shards import Range
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Of the tensors of a checkpoint, by name."""
+Held = Sequence[Sequence[int]]
+"""Of each TP rank the experts of a layer that it holds whole; empty: it holds a part of all."""
 
 _EMBEDDINGS = frozenset({"embed_tokens", "embed_in"})
 _HEADS = frozenset({"lm_head", "embed_out"})
@@ -37,6 +41,7 @@ _STACKS = frozenset({"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_pro
 _BUFFERS = frozenset({"rotary_emb", "attention"})
 """Modules of which old checkpoints have tensors that are no parameters."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LONGEST_HEADER = 100_000_000
 
 
@@ -56,8 +61,18 @@ def read_shapes(folder: Path) -> Shapes:
     return found
 
 
+def held_experts(spec: ModelSpec, parallel: ParallelConfig) -> Held:
+    """Whole experts of each TP rank of this engine, as they are placed at first (``parallel.experts``)."""
+    if spec.experts is None or not parallel.enable_expert_parallel:
+        return ()
+    redundant, tp = parallel.eplb_config.num_redundant_experts, parallel.tensor_parallel_size
+    placement = Placement.linear(spec.experts.num_experts, redundant, parallel.expert_parallel_size)
+    first = parallel.data_parallel_rank * parallel.prefill_context_parallel_size * tp
+    return [placement.of_rank(first + rank) for rank in range(tp)]
+
+
 def rank_bytes(
-    spec: ModelSpec, shapes: Shapes, stages: Sequence[Range], tp_size: int, dtype: str
+    spec: ModelSpec, shapes: Shapes, stages: Sequence[Range], tp_size: int, dtype: str, held: Held = ()
 ) -> tuple[tuple[int, ...], ...]:
     """Bytes of the weights of each rank: for each pipeline stage those of its TP ranks.
 
@@ -69,12 +84,14 @@ def rank_bytes(
         routes = spec.experts is not None and spec.experts.float_router and name.endswith(".mlp.gate.weight")
         width = DTYPE_BYTES["float32" if routes else dtype]
         for stage in _stages_of(name, spec, shapes, stages):
-            for rank, size in enumerate(_sizes(name, shape, spec, tp_size)):
+            for rank, size in enumerate(_sizes(name, shape, spec, tp_size, held)):
                 totals[stage][rank] += size * width
     return tuple(map(tuple, totals))
 
 
-def estimated_bytes(spec: ModelSpec, stages: Sequence[Range], tp_size: int, dtype: str) -> tuple[tuple[int, ...], ...]:
+def estimated_bytes(
+    spec: ModelSpec, stages: Sequence[Range], tp_size: int, dtype: str, held: Held = ()
+) -> tuple[tuple[int, ...], ...]:
     """The same without weights to look at: of the matrices only (norms and biases are less than a hundredth)."""
     found = []
     for stage, layers in enumerate(stages):
@@ -84,7 +101,7 @@ def estimated_bytes(spec: ModelSpec, stages: Sequence[Range], tp_size: int, dtyp
             tuple(
                 DTYPE_BYTES[dtype]
                 * (
-                    sum(_layer_matrices(spec, layer, rank, tp_size) for layer in range(*layers))
+                    sum(_layer_matrices(spec, layer, rank, tp_size, held) for layer in range(*layers))
                     + tables * ids.size * spec.hidden_size
                 )
                 for rank, ids in enumerate(spec.vocabulary(tp_size))
@@ -93,7 +110,7 @@ def estimated_bytes(spec: ModelSpec, stages: Sequence[Range], tp_size: int, dtyp
     return tuple(found)
 
 
-def _layer_matrices(spec: ModelSpec, layer: int, rank: int, tp_size: int) -> int:
+def _layer_matrices(spec: ModelSpec, layer: int, rank: int, tp_size: int, held: Held) -> int:
     """Elements of the matrices of one layer that a TP rank holds."""
     hidden, heads = spec.hidden_size, spec.heads(tp_size)[rank]
     if spec.latent is not None:
@@ -104,6 +121,9 @@ def _layer_matrices(spec: ModelSpec, layer: int, rank: int, tp_size: int) -> int
         width = spec.widths(spec.intermediate_size, tp_size)[rank].size
         return attention + hidden * (3 if spec.gated_mlp else 2) * width
     shared = spec.experts.shared_width and spec.widths(spec.experts.shared_width, tp_size)[rank].size
+    if held:
+        routers, expert = hidden * spec.experts.num_experts, 3 * hidden * spec.experts.width
+        return attention + routers + len(held[rank]) * expert + 3 * hidden * shared
     mine = replace(spec.experts, width=spec.expert_share(rank, tp_size).columns.size, shared_width=shared)
     return attention + mine.weights(hidden)
 
@@ -131,10 +151,15 @@ def _stages_of(name: str, spec: ModelSpec, shapes: Shapes, stages: Sequence[Rang
     return [last]
 
 
-def _sizes(name: str, shape: tuple[int, ...], spec: ModelSpec, tp_size: int) -> tuple[int, ...]:
+def _sizes(name: str, shape: tuple[int, ...], spec: ModelSpec, tp_size: int, held: Held) -> tuple[int, ...]:
     """Elements of a tensor that each TP rank holds."""
     leaf, kind = _module(name)
     elements = math.prod(shape)
+    if held and spec.experts is not None:
+        if leaf == "experts":
+            return tuple(elements // spec.experts.num_experts * len(mine) for mine in held)
+        if expert := _EXPERT.search(name):
+            return tuple(elements * (int(expert[1]) in mine) for mine in held)
     if kind == "sinks":
         return tuple(head.q.size for head in spec.heads(tp_size))
     if leaf == "experts" and spec.experts is not None:

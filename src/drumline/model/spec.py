@@ -95,6 +95,14 @@ class ModelSpec:
         return (*dense, self.experts.width, *shared)
 
     @property
+    def widths_beside_experts(self) -> tuple[int, ...]:
+        """Those that are split still where each rank has whole experts."""
+        widths = list(self.mlp_widths)
+        if self.experts is not None:
+            widths.remove(self.experts.width)
+        return tuple(widths)
+
+    @property
     def vocabulary_weights(self) -> int:
         """Number of weights in the embedding, and in the head (one tensor if tied)."""
         return self.vocab_size * self.hidden_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from drumline.model import spec as specs
 from drumline.model.attention import KVCache
 from drumline.model.choose import make_forward
 from drumline.model.context_parallel import ContextParallel, PartForward, make_sampler
+from drumline.model.expert_balance import ExpertBalancer
+from drumline.model.expert_parallel import ExpertSharing, ParallelExperts
 from drumline.model.forward import Forward, ModuleForward
 from drumline.model.loader import load_model, parameter_bytes
 from drumline.model.memory import Use, kv_room, warm_up
@@ -23,7 +26,7 @@ from drumline.model.runner import ModelRunner
 from drumline.model.stages import stage_layers
 from drumline.parallel.context import check_same_heads
 from drumline.parallel.groups import Groups, Timeouts, init_groups
-from drumline.parallel.layout import Layout, device_index, worker_places
+from drumline.parallel.layout import Layout, device_index, global_rank, worker_places
 from drumline.plan.kv import KVConfig, KVSpec
 from drumline.plan.memory import StepCosts
 from drumline.plan.step import StepOutput, StepPlan
@@ -73,6 +76,7 @@ class ModelWorker:
         self.cache: KVCache | None = None
         self._context_parallel: ContextParallel | None = None
         self._runner: ModelRunner | None = None
+        self._balancer: ExpertBalancer | None = None
         self._opened = 0
         """Bytes of the device that were free before this process opened it; 0: unknown."""
         self._warm: Use | None = None
@@ -97,14 +101,17 @@ class ModelWorker:
         self._opened = self.platform.free_before_use(self.device_index)
         self.device = self.platform.set_device(self.device_index)
         parallel = self.config.parallel
+        spans = parallel.spans_engines
         self.groups = init_groups(
-            self.layout,
-            self.rank,
+            Layout.of(parallel, span_engines=spans),
+            global_rank(parallel, self.rank) if spans else self.rank,
             self.context.distributed_init_method,
             self.platform.collective_backend,
             Timeouts(parallel.distributed_timeout_s, parallel.cpu_distributed_timeout_s),
             device=self.device,
-            one_machine=parallel.nnodes_within_dp == 1,
+            one_machine=(parallel.nnodes if spans else parallel.nnodes_within_dp) == 1,
+            expert_parallel=parallel.enable_expert_parallel,
+            expert_balancing=parallel.enable_eplb,
             custom_all_reduce=not parallel.disable_custom_all_reduce,
         )
         warm_up(self.device, self.groups, self.dtype)
@@ -130,10 +137,14 @@ class ModelWorker:
             max_model_len=self.max_model_len,
             load_format=model.load_format,
             seed=model.seed,
+            experts=self._expert_sharing(groups),
             progress=lambda done: self.context.set_phase(f"load_model {done:.0%}"),
         )
         self.weight_bytes = parameter_bytes(self.model)
         log.debug("the weights of this rank have %d bytes", self.weight_bytes)
+        if self.config.parallel.enable_eplb:
+            layers = [module for module in self.model.modules() if isinstance(module, ParallelExperts)]
+            self._balancer = ExpertBalancer(layers, groups.eplb, self.config.parallel.eplb_config) if layers else None
         ids = self.spec.vocabulary(group.size)
         sampler = make_sampler(ids, group, groups.pcp, wants_logprobs=self._is_output_rank)
         self._context_parallel = self._join_context(groups)
@@ -158,6 +169,29 @@ class ModelWorker:
         if self.device.type == "cpu":
             gc.collect()
             host.give_back_memory()  # of the weights as they were loaded: they have been laid out anew
+
+    def _expert_sharing(self, groups: Groups) -> ExpertSharing | None:
+        parallel = self.config.parallel
+        if not parallel.enable_expert_parallel or self.spec.experts is None:
+            return None
+        sharing = ExpertSharing.of(
+            self.spec.experts,
+            groups.ep,
+            groups.tp.rank_in_group,
+            groups.tp.size,
+            redundant=parallel.eplb_config.num_redundant_experts,
+            how=parallel.all2all_backend,
+            counts=parallel.enable_eplb,
+        )
+        slots = sharing.slots
+        log.info(
+            "experts of each layer: slots %d to %d of %d are here, and tokens come to them by %s",
+            slots.start,
+            slots.stop - 1,
+            len(sharing.placement.experts),
+            sharing.way,
+        )
+        return sharing
 
     @property
     def _is_output_rank(self) -> bool:
@@ -203,7 +237,7 @@ class ModelWorker:
         self.platform.empty_cache()
         stats.reset_peak_memory_stats(self.device)
         tokens, rows = self.config.scheduler.max_num_batched_tokens, self.config.scheduler.max_num_seqs
-        self.runner.run_dummy(tokens, min(tokens, rows))
+        self._run_dummy(tokens, min(tokens, rows))
         self.platform.synchronize()
         peak: int = stats.max_memory_reserved(self.device)
         if self._context_parallel is not None:
@@ -243,7 +277,7 @@ class ModelWorker:
 
     def compile_or_warm_up_model(self) -> None:
         """Run a small forward, so that the first request does not pay for what is set up at first use."""
-        self.runner.run_dummy(2)
+        self._run_dummy(2)
 
     def step_costs(self) -> StepCosts:
         """See ``plan.memory``. A row: its logits and two things of their size, as they are compared, summed, sorted
@@ -274,7 +308,10 @@ class ModelWorker:
 
     def execute_model(self, plan: StepPlan) -> StepOutput | None:
         """Run one step. None if ``plan.defer_sampling``, or if another stage samples."""
-        return self.runner.execute(plan)
+        output = self.runner.execute(plan)
+        if self._balancer is not None:
+            self._balancer.after_step()
+        return output
 
     def sample_tokens(self, step: int, grammar: Any = None) -> StepOutput | None:
         """Sample the step that execute_model left unsampled. None if another stage does."""
@@ -283,8 +320,14 @@ class ModelWorker:
         return self.runner.sample(step)
 
     def execute_dummy_batch(self) -> None:
-        """An empty forward that joins the collectives of the others."""
-        self.runner.run_dummy(1)
+        """An empty forward that joins the collectives of the others: a step that computes nothing."""
+        self._run_dummy(1)
+        if self._balancer is not None:
+            self._balancer.after_step()
+
+    def _run_dummy(self, num_tokens: int, num_rows: int = 0) -> None:
+        with self._balancer.not_counting() if self._balancer is not None else nullcontext():
+            self.runner.run_dummy(num_tokens, num_rows)
 
     def while_idle(self) -> bool:
         """Prepare memory for prompts to come, a little at a time. False: nothing is left to do."""
@@ -326,7 +369,7 @@ class ModelWorker:
 
     def shutdown(self) -> None:
         """Free weights, cache and groups. Idempotent."""
-        self._runner = None
+        self._runner = self._balancer = None
         self.model = None
         self.cache = None
         if self.groups is not None:

@@ -44,6 +44,7 @@ OPERATIONS = (
     "recv",
     "gather",
     "reduce_scatter",
+    "all_to_all",
     "a collective",
 )
 """What a rank that sleeps in one of these puts, as a number, into the word behind its sequence word: for reports. The

@@ -110,6 +110,16 @@ class ProcessGroup:
         with self._explained("all_gather"):
             self._backend._allgather_base(output.view(-1), tensor.view(-1)).wait()
 
+    def all_to_all(self, tensor: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        """Rows to and from each member."""
+        output = tensor.new_empty((sum(receives), *tensor.shape[1:]))
+        if not tensor.shape[1:].numel():
+            return output  # rows without elements, on all members alike
+        with self._explained("all_to_all"):
+            options = dist.AllToAllOptions()
+            self._backend.alltoall_base(output, tensor.contiguous(), list(receives), list(sends), options).wait()
+        return output
+
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Member ``src``'s values, in place."""
         options = dist.BroadcastOptions()

@@ -85,6 +85,9 @@ class Collectives(Protocol):
     def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         """Gather equal tensors into ``output`` [size, ...]."""
 
+    def all_to_all(self, tensor: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        """Rows to and from each member."""
+
     def gather(self, tensor: torch.Tensor, dst: int, dim: int, sizes: Sequence[int]) -> torch.Tensor | None:
         """All tensors along ``dim`` on member ``dst``."""
 
@@ -138,6 +141,9 @@ class _Alone:
 
     def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
         output.copy_(tensor.view_as(output))
+
+    def all_to_all(self, tensor: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        return tensor
 
     def gather(self, tensor: torch.Tensor, dst: int, dim: int, sizes: Sequence[int]) -> torch.Tensor | None:
         return tensor
@@ -202,6 +208,9 @@ class _ByDevice:
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int], op: str) -> torch.Tensor:
         return self._of(tensor, "reduce_scatter").reduce_scatter(tensor, dim, sizes, op)
+
+    def all_to_all(self, tensor: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        return self._of(tensor, "all_to_all").all_to_all(tensor, sends, receives)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         self._of(tensor, "broadcast").broadcast(tensor, src)
@@ -340,6 +349,21 @@ class GroupCoordinator:
         """Gather equal, contiguous tensors into a contiguous ``output`` [size, ...], which is allocated already."""
         self._collectives.all_gather_into(output, tensor)
 
+    def all_to_all(self, tensor: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        """Rows of a contiguous ``tensor`` [sum(sends), ...] to the members, in group order: ``sends`` to each.
+
+        Returns [sum(receives), ...]: the rows from each member, in group order. Everyone knows how many come from whom
+        (``receives``); where that is wrong, it is an error or, between machines and on devices, a wait that times out.
+        Returns ``tensor`` itself for size 1.
+        """
+        if len(sends) != self.size or len(receives) != self.size or sum(sends) != len(tensor):
+            raise ValueError(
+                f"sends {list(sends)} and receives {list(receives)} do not fit {self!r} and {len(tensor)} rows"
+            )
+        if sends[self.rank_in_group] != receives[self.rank_in_group]:
+            raise ValueError(f"{self!r} sends itself {sends[self.rank_in_group]} rows and receives others")
+        return self._collectives.all_to_all(tensor, sends, receives)
+
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Everyone gets member ``src``'s values, in place; returns the tensor."""
         self._collectives.broadcast(tensor, src)
@@ -466,7 +490,8 @@ class Groups:
         try:
             return self._coordinators[kind]
         except KeyError:
-            raise ConfigError(f"the {kind.value} group exists only with --enable-expert-parallel") from None
+            flag = "--enable-eplb" if kind is GroupKind.EPLB else "--enable-expert-parallel"
+            raise ConfigError(f"the {kind.value} group exists only with {flag}") from None
 
     @property
     def world(self) -> GroupCoordinator:
@@ -503,6 +528,17 @@ class Groups:
         """Expert parallel: DP x PCP x TP of one stage. ConfigError unless made with ``expert_parallel``."""
         return self[GroupKind.EP]
 
+    @property
+    def eplb(self) -> GroupCoordinator:
+        """The same ranks, for moving experts. ConfigError unless made with ``expert_balancing``."""
+        return self[GroupKind.EPLB]
+
+    @property
+    def for_experts(self) -> tuple[GroupCoordinator, ...]:
+        """Those of EP and EPLB that there are."""
+        kinds = (GroupKind.EP, GroupKind.EPLB)
+        return tuple(self._coordinators[kind] for kind in kinds if kind in self._coordinators)
+
     def close(self) -> None:
         """Give up all memory, connections and threads. Idempotent; no collective: peers that still wait get an error.
 
@@ -522,6 +558,7 @@ def init_groups(
     device: torch.device | None = None,
     one_machine: bool = True,
     expert_parallel: bool = False,
+    expert_balancing: bool = False,
     custom_all_reduce: bool = True,
 ) -> Groups:
     """Join the world and make all groups that this rank is in. Every rank of the layout calls it.
@@ -535,7 +572,8 @@ def init_groups(
     ``init_method`` see :mod:`drumline.parallel.rendezvous`; it is empty for a world of size 1. ``one_machine`` also
     keeps all listeners on loopback. Writes nothing to the console.
     """
-    kinds = [kind for kind in GroupKind if expert_parallel or kind not in (GroupKind.EP, GroupKind.EPLB)]
+    optional = {GroupKind.EP: expert_parallel, GroupKind.EPLB: expert_balancing}
+    kinds = [kind for kind in GroupKind if optional.get(kind, True)]
     if layout.size == 1:
         return Groups(layout, rank, {kind: GroupCoordinator(kind, (rank,), rank) for kind in kinds}, "")
     if not init_method:

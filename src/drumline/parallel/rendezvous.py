@@ -141,7 +141,7 @@ def own_address(init_method: str) -> str | None:
 
 def init_method_for(parallel: ParallelConfig, fds: Sequence[int]) -> str:
     """The init method of a worker: empty for world size 1, the memfds on one machine, else the leader's address."""
-    if parallel.world_size == 1:
+    if parallel.world_size == 1 and not parallel.spans_engines:
         return ""
     if parallel.nnodes_within_dp > 1:
         return tcp_init_method(parallel.master_addr, parallel.master_port)

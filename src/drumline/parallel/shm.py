@@ -56,7 +56,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from drumline.errors import ChannelClosedError
+from drumline.errors import ChannelClosedError, CollectiveError
 from drumline.parallel.boxes import SLOT_BYTES, SLOTS
 from drumline.parallel.layout import GroupKind
 from drumline.parallel.mail import Mail
@@ -316,6 +316,26 @@ class ShmGroup:
             views.own.copy_(flat[start:stop])
             self._meet("all_gather")
             torch.stack(views.all, out=rows[:, start:stop])
+
+    def all_to_all(self, tensor: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
+        """Rows to and from each member.
+
+        What a rank shows is one stream of bytes, in pieces of a slot: how many rows it sends to each member, then the
+        rows, but for its own. So all know after the first turn how many there are, and where theirs begin.
+        """
+        rows = tensor.detach().contiguous()
+        output = rows.new_empty((sum(receives), *rows.shape[1:]))
+        width = rows.shape[1:].numel() * rows.element_size()
+        source, target = _as_bytes(rows), _as_bytes(output)
+        ends = [0, *itertools.accumulate(size * width for size in sends)]
+        into = [0, *itertools.accumulate(size * width for size in receives)]
+        place = self._place
+        target[into[place] : into[place + 1]].copy_(source[ends[place] : ends[place + 1]])
+        counts = torch.tensor([0 if member == place else size for member, size in enumerate(sends)])
+        shown = [_as_bytes(counts), source[: ends[place]], source[ends[place + 1] :]]
+        targets = [target[start:stop] for start, stop in itertools.pairwise(into)]
+        self._trade(shown, targets, width)
+        return output
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
         """Member ``src``'s values, in place."""
@@ -608,6 +628,40 @@ class ShmGroup:
                 piece.copy_(slot[: piece.numel()])
         return whole
 
+    def _trade(self, shown: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], width: int) -> None:
+        """The turns of :meth:`all_to_all`: show a stream of bytes, and take from each of the others' what is for this
+        rank. ``width``: bytes of a row."""
+        self._check_open()
+        head, own = self._size * _LENGTH.size, sum(map(len, shown))
+        start, longest, places = 0, own, [(0, 0)] * self._size
+        while start < longest:
+            slots = self._slots[self._next_turn()]
+            _copy_window(slots[self._place], start, shown)
+            self._meet("all_to_all")
+            if not start:
+                tables = [slot[:head].view(torch.int64).tolist() for slot in slots]
+                longest = head + max(sum(table) for table in tables) * width
+                places = [self._found(table, head, width) for table in tables]
+                self._check_traded(tables, targets, width)
+            for member, (slot, (begin, end), target) in enumerate(zip(slots, places, targets, strict=True)):
+                first, last = max(begin, start), min(end, start + SLOT_BYTES)
+                if member != self._place and first < last:
+                    target[first - begin : last - begin].copy_(slot[first - start : last - start])
+            start += SLOT_BYTES
+
+    def _found(self, table: Sequence[int], head: int, width: int) -> tuple[int, int]:
+        """Where in a member's stream the rows for this rank are."""
+        begin = head + sum(table[: self._place]) * width
+        return begin, begin + table[self._place] * width
+
+    def _check_traded(self, tables: Sequence[Sequence[int]], targets: Sequence[torch.Tensor], width: int) -> None:
+        for member, (table, target) in enumerate(zip(tables, targets, strict=True)):
+            if member != self._place and table[self._place] * width != len(target):
+                raise CollectiveError(
+                    f"all_to_all of {self._meeting.name} on rank {self._members.rank}: rank {self._ranks[member]} "
+                    f"sends {table[self._place]} rows, not the {len(target) // width} that are expected"
+                )
+
     def _exchange(self, operation: str, data: bytes) -> list[memoryview]:
         """Everybody's bytes. The first turn carries the lengths, from which all know how many turns there are."""
         self._check_open()
@@ -629,6 +683,21 @@ class ShmGroup:
                 into[done : done + size] = buffer[head : head + size]
             done, head = done + SLOT_BYTES - head, 0
         return found
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as its bytes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _copy_window(slot: torch.Tensor, start: int, parts: Sequence[torch.Tensor]) -> None:
+    """Fill a slot with what comes from byte ``start`` on in a stream of bytes that is in several parts."""
+    at = 0
+    for part in parts:
+        first, last = max(at, start), min(at + len(part), start + len(slot))
+        if first < last:
+            slot[first - start : last - start].copy_(part[first - at : last - at])
+        at += len(part)
 
 
 def _reduction(op: str) -> Callable[..., torch.Tensor]:

@@ -39,6 +39,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from drumline.errors import ConfigError
+
 KEEP_RUNS = 20
 FULL_WAIT_S = 0.2
 """How long the writer of a line waits for room on a full console, once."""
@@ -66,12 +68,31 @@ class LogConfig:
 
     @classmethod
     def create(cls, level: str = "info", dir: str = "", console_fd: int = 2) -> LogConfig:
-        """Make the folder of a new run (a given ``dir`` is used as it is) and prune old runs."""
+        """Make the folder of a new run (a given ``dir`` is used as it is) and prune old runs.
+
+        ConfigError if a given one cannot be made or written to.
+        """
         folder = Path(dir) if dir else _new_run_folder()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if dir:
+            check_log_dir(dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"--log-dir {folder}: {error.strerror}: name a folder that can be written to") from None
         if console_fd == 2 and sys.__stderr__ is None:
             console_fd = -1  # closed when Python started: whatever has the number now is no console
         return cls(dir=str(folder.absolute()), level=level, console_fd=console_fd)
+
+
+def check_log_dir(dir: str) -> None:
+    """ConfigError if it is no folder for log files, nor can become one. Makes nothing."""
+    folder = Path(dir).absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        raise ConfigError(f"--log-dir {dir}: {folder} is no folder: name one that can be written to")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"--log-dir {dir}: {folder} cannot be written to: name a folder that can")
 
 
 def state_folder() -> Path:

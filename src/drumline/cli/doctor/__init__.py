@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from drumline.cli.args import Parser, add_flags, configs, parse
+from drumline.cli.args import Parser, add_flags, configs, parse, refuse_unbuilt
 from drumline.errors import ExitCode
 
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     from drumline.cli.doctor.collect import collect
     from drumline.cli.doctor.findings import Level, findings
 
-    facts = collect(config, server)
+    facts = collect(config, server, lambda: refuse_unbuilt(namespace, config, server))
     found = findings(facts)
     ok = all(one.level is not Level.ERROR for one in found)
     if namespace.json:

@@ -18,11 +18,12 @@ import psutil
 
 from drumline.cli.doctor.facts import Facts
 from drumline.config import EngineConfig, ServerConfig
-from drumline.engine.checks import check_machine
+from drumline.engine.checks import check_machine, check_model
 from drumline.errors import ConfigError
 from drumline.platforms import Diagnosis, host, resolve_platform
 from drumline.platforms.cuda import torch_is_cpu_build
-from drumline.processes.logs import state_folder
+from drumline.processes.logs import check_log_dir, state_folder
+from drumline.processes.start_methods import asked_for
 from drumline.server.sockets import bind, is_loopback
 from drumline.transport.memory import memfd
 
@@ -34,14 +35,16 @@ SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")
 _TIME_ERROR = 5  # adjtimex: the clock is not synchronised
 
 
-def collect(config: EngineConfig, server: ServerConfig) -> Facts:
-    """Look at this machine. Takes less than two seconds."""
+def collect(config: EngineConfig, server: ServerConfig, check_flags: Callable[[], object] = lambda: None) -> Facts:
+    """Look at this machine. Takes less than two seconds. ``check_flags``: raises ConfigError for what ``serve`` would
+    refuse at once."""
     asked = {
+        "the model": _Asked(lambda: _refusals(config, check_flags)),
         "devices": _Asked(lambda: _devices(config)),
         "the port": _Asked(lambda: _port(server)),
         "who has the port": _Asked(lambda: _holder(server.port)),
         "the weights": _Asked(lambda: _weights(config.model.model)),
-        "folders": _Asked(_folders),
+        "folders": _Asked(lambda: _folders(config.process.log_dir)),
         "versions": _Asked(_versions),
     }
     parallel = config.parallel
@@ -65,7 +68,7 @@ def collect(config: EngineConfig, server: ServerConfig) -> Facts:
     answers = {name: one.answer(deadline) for name, one in asked.items()}
     facts["late"] = tuple(name for name, answer in answers.items() if answer is None and name != "devices")
     facts["devices_late"] = answers["devices"] is None
-    for name in ("devices", "the port", "the weights", "folders", "versions"):
+    for name in ("the model", "devices", "the port", "the weights", "folders", "versions"):
         facts |= answers[name] or {}
     if facts.get("port_refusal"):
         facts |= answers["who has the port"] or {}
@@ -93,6 +96,34 @@ class _Asked:
         if self._error is not None:
             raise self._error
         return self._found
+
+
+def _refusals(config: EngineConfig, check_flags: Callable[[], object]) -> dict[str, Any]:
+    """What does not depend on this machine; nothing is fetched."""
+    model = config.model
+
+    def check_model_folder() -> None:
+        if model.model and (model.model.startswith((".", "/", "~")) or Path(model.model).is_dir()):
+            from drumline.model.resolve import resolve  # only then: it takes its time
+
+            check_model(config.with_(model=resolve(model)))
+
+    def check_log_folder() -> None:
+        if config.process.log_dir:
+            check_log_dir(config.process.log_dir)
+
+    found = []
+    for check in (
+        check_flags,
+        lambda: asked_for(config.process.worker_start_method, os.environ),
+        check_log_folder,
+        check_model_folder,
+    ):
+        try:
+            check()
+        except ConfigError as error:
+            found.append(str(error))
+    return {"refusals": tuple(found)}
 
 
 def _devices(config: EngineConfig) -> dict[str, Any]:
@@ -152,10 +183,10 @@ def _weights(model: str) -> dict[str, Any]:
     return {"weights": sum(sizes) if sizes else None}
 
 
-def _folders() -> dict[str, Any]:
+def _folders(log_dir: str) -> dict[str, Any]:
     base = os.environ.get("XDG_CACHE_HOME", "")
     cache = (Path(base) if base else Path.home() / ".cache") / "drumline"
-    return {"folders": {str(folder): _room(folder) for folder in (state_folder(), cache)}}
+    return {"folders": {str(folder): _room(folder) for folder in (Path(log_dir or state_folder()), cache)}}
 
 
 def _room(folder: Path) -> int | None:

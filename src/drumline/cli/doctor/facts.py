@@ -20,7 +20,9 @@ class Facts:
     threads_per_worker: int = 0
     """0: not given."""
     refusal: str = ""
-    """Why ``serve`` would refuse this configuration here; empty: it would not."""
+    """Why ``serve`` would refuse this configuration with these devices; empty: it would not."""
+    refusals: tuple[str, ...] = ()
+    """Why it would refuse these flags on any machine, or this model with them."""
     weights: int | None = None
     """Of the model's files, if it is a local folder."""
 

@@ -47,12 +47,19 @@ class Finding:
 
 def findings(facts: Facts) -> list[Finding]:
     """Everything that is to be said, by topic; each topic has at least one finding."""
-    topics = (_devices, _peers, _memory, _cgroup, _cores, _limits, _addresses, _versions, _folders, _clock)
+    topics = (_flags, _devices, _peers, _memory, _cgroup, _cores, _limits, _addresses, _versions, _folders, _clock)
     return [found for topic in topics for found in topic(facts)]
 
 
 def _size(number: float) -> str:
     return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / MIB:.0f} MiB"
+
+
+def _flags(facts: Facts) -> Iterator[Finding]:
+    for why in facts.refusals:
+        yield Finding("flags", Level.ERROR, why, "change the flags as it says; nothing would be started")
+    if not facts.refusals:
+        yield Finding("flags", Level.OK, "serve takes them")
 
 
 def _devices(facts: Facts) -> Iterator[Finding]:

@@ -66,7 +66,7 @@ def tree_of(pid: int) -> list[psutil.Process]:
         if not ours:
             raise ConfigError(f"--pid {pid}: not a process of drumline ({' '.join(process.cmdline())[:80]})")
         return [ours[-1], *ours[-1].children(recursive=True)]
-    except psutil.Error as error:
+    except (psutil.Error, ValueError, OverflowError) as error:
         raise ConfigError(f"--pid {pid}: {error}") from None
 
 
