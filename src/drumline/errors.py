@@ -33,6 +33,9 @@ from typing import Any
 
 import msgspec
 
+MORE_FILES = "raise the limit of open files (ulimit -n, LimitNOFILE= of a unit); drumline doctor says what is needed"
+"""What to do about EMFILE and ENFILE."""
+
 
 class ExitCode(enum.IntEnum):
     """How the ``drumline`` commands end, all of them; this is the one table, and the README repeats it.

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.config import CacheConfig
+from drumline.config import CacheConfig, EngineConfig
 from drumline.engine.healing import Healing, Restarting
 from drumline.engine.kept import KeptMemory, KeptPrefixes, fingerprint, ranks_to_keep
 from drumline.engine.prefix_table import PrefixTable
 from drumline.engine.protocol import Abort, EngineRequest, EngineStats, RequestOutput
 from drumline.engine.recovery import Limits
 from drumline.errors import FailureReport
+from drumline.executor.mp import MultiprocExecutor
 from drumline.model.attention import KVCache
 from drumline.plan.kv import KVSpec
 
@@ -194,6 +195,23 @@ def test_nothing_is_kept_without_a_prefix_cache(folder: Path):
     config = config_for(folder, tp=2)
     assert ranks_to_keep(config) == 2
     assert ranks_to_keep(replace(config, cache=CacheConfig(enable_prefix_caching=False))) == 0
+
+
+class OwnExecutor(MultiprocExecutor):
+    """Takes what it knows."""
+
+    def __init__(self, config: EngineConfig, waiter: Any = None, forkserver: Any = None, on_phase: Any = None) -> None:
+        super().__init__(config, waiter, forkserver, on_phase)
+
+
+def test_nothing_is_kept_where_workers_would_not_get_it_or_share_out_tokens(folder: Path):
+    config = config_for(folder, tp=2)
+    for changes in (
+        {"distributed_executor_backend": OwnExecutor},
+        {"decode_context_parallel_size": 2},
+        {"prefill_context_parallel_size": 2},
+    ):
+        assert ranks_to_keep(replace(config, parallel=replace(config.parallel, **changes))) == 0
 
 
 # When it may be used: the decision.

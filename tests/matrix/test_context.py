@@ -14,7 +14,7 @@ import pytest
 
 from drumline import LLM, SamplingParams
 from drumline.plan.sampling import SlotSampling
-from tests.matrix.test_equality import BLOCK, OPTIONS, SAMPLED, Models, make_prompts, tokens_of
+from tests.matrix.test_equality import BLOCK, EXPERT_OPTIONS, OPTIONS, SAMPLED, Models, make_prompts, tokens_of
 from tests.model.equality import Tally, compare_greedy, compare_sampled
 from tests.model.test_context_ranks import Sizes, name_of
 
@@ -37,6 +37,10 @@ CELLS = [
     }.items()
     for sizes in many
     for options in OPTIONS
+] + [
+    ("qwen3_moe", Sizes(pcp=2), "ep"),
+    ("mixtral", Sizes(tp=2, pcp=2), "ep"),
+    ("mixtral", Sizes(tp=2, pcp=2, dcp=2), "tight-eplb"),
 ]
 
 
@@ -72,8 +76,8 @@ def test_greedy(models: Models, model: str, sizes: Sizes, options: str) -> None:
     path, reference = models.get(model)
     prompts = make_prompts(reference.config.vocab_size, COUNT, LONGEST)
     params = [SamplingParams(temperature=0, max_tokens=MOST - i % 9, ignore_eos=True) for i in range(COUNT)]
-    tally = Tally()
-    with started(path, sizes, OPTIONS[options]) as llm:
+    tally, how = Tally(), (OPTIONS | EXPERT_OPTIONS)[options]
+    with started(path, sizes, how) as llm:
         for i, got in enumerate(tokens_of(llm, prompts, params)):
             assert len(got) == params[i].max_tokens
             tally.add(compare_greedy(reference, prompts[i], got), f"together {i}")
@@ -84,7 +88,7 @@ def test_greedy(models: Models, model: str, sizes: Sizes, options: str) -> None:
         stats = llm.stats()
     tally.check()
     assert stats.preemptions > 0 or not options.startswith("tight")
-    assert (stats.prefix_hits > 0) == OPTIONS[options].get("enable_prefix_caching", True)
+    assert (stats.prefix_hits > 0) == how.get("enable_prefix_caching", True)
 
 
 @pytest.mark.matrix

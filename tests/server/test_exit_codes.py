@@ -54,6 +54,16 @@ def test_codes_are_distinct_and_exceptions_know_theirs() -> None:
 # ---------------------------------------------------------------------------------------------------------------- serve
 
 
+@pytest.mark.parametrize("files", [14, 16, 24])
+def test_too_few_open_files(tiny: Path, files: int) -> None:
+    """At whatever moment they do not suffice."""
+    command = f"ulimit -n {files}; exec {sys.executable} -m drumline serve {tiny} --load-format dummy --port 0"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == ExitCode.START_FAILED, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "ulimit -n" in done.stderr
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder(tmp_path_factory.mktemp("tiny"))

@@ -53,10 +53,9 @@ def test_a_worker_that_is_stopped_in_a_step(serve: Callable[..., Serve], tmp_pat
     stream = Stream(server)
     os.kill(stopped, signal.SIGSTOP)
     began = time.monotonic()
-    status, message = wait_for(lambda: (found := readiness(server))[0] == 503 and found, STALL_S, "503")
-    assert status == 503
+    said = f"rank 1 (Worker_TP1, pid {stopped}, stopped (T))"
+    wait_for(lambda: said in readiness(server)[1], STALL_S, "503")
     assert time.monotonic() - began < STALL_S
-    assert f"rank 1 (Worker_TP1, pid {stopped}, stopped (T))" in message
     assert server.request("GET", "/livez")[0] == 200
     assert "no progress for" in stream.end()["error"]["message"]
     assert STALL_S - 0.5 < time.monotonic() - began < STALL_S + 2.0
@@ -89,13 +88,23 @@ def test_a_worker_that_goes_on_in_time(serve: Callable[..., Serve]) -> None:
     assert "drumline failed" not in server.text
 
 
-def test_an_idle_server_with_a_stopped_worker(serve: Callable[..., Serve]) -> None:
+@pytest.mark.parametrize("victim", ["Worker_TP1", pytest.param("EngineCore_DP0", marks=pytest.mark.chaos)])
+def test_an_idle_server_with_a_stopped_process(serve: Callable[..., Serve], victim: str) -> None:
+    """Probes say so at once; but they are no work, so nothing is outstanding and nobody hangs."""
     server = serve()
-    os.kill(server.pid("Worker_TP1"), signal.SIGSTOP)
+    pid = server.pid(victim)
+    os.kill(pid, signal.SIGSTOP)
+    assert readiness(server) == (503, f"The engine stands still: {victim} (pid {pid}) is stopped (T)")
+    os.kill(pid, signal.SIGCONT)
+    assert readiness(server)[0] == 200
+    os.kill(pid, signal.SIGSTOP)
     until = time.monotonic() + 1.5 * STALL_S
     while time.monotonic() < until:
-        assert readiness(server)[0] == 200  # probes are no work, so nothing is outstanding
+        assert readiness(server)[0] == 503
         time.sleep(0.2)
+    assert server.process.poll() is None
+    if victim != "Worker_TP1":
+        return  # what a request finds then is tried below
     body = {"prompt": [5, 6, 7], "max_tokens": 4}
     status, answer = server.request("POST", COMPLETION, body)
     assert status == 503

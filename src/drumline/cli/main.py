@@ -93,7 +93,7 @@ def _main(given: list[str]) -> int:
     import errno
 
     from drumline.cli.args import Parser, parse
-    from drumline.errors import ConfigError, ExitCode
+    from drumline.errors import MORE_FILES, ConfigError, ExitCode
 
     parser = Parser(prog="drumline", description="Run one language model on many worker processes as if it were one.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
@@ -123,6 +123,9 @@ def _main(given: list[str]) -> int:
         print(f"drumline {name}: error: {e}", file=sys.stderr)
         return ExitCode.USAGE
     except OSError as e:
+        if e.errno in (errno.EMFILE, errno.ENFILE):
+            print(f"drumline {name}: error: {e.strerror}: {MORE_FILES}", file=sys.stderr)
+            return ExitCode.START_FAILED
         if name == "serve" or e.filename is not None or e.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         return _lost_output(name, e)

@@ -17,7 +17,7 @@ from drumline.engine.checks import check_machine, check_model, with_weights
 from drumline.errors import ConfigError, ExitCode
 from drumline.model.expert_spec import ExpertsSpec
 from drumline.model.resolve import check_weights, has_own_head
-from drumline.model.shares import estimated_bytes, held_experts, rank_bytes, read_shapes
+from drumline.model.shares import Shapes, estimated_bytes, held_experts, rank_bytes, read_shapes
 from drumline.model.spec import DTYPE_BYTES, ModelSpec, kv_spec, read_spec, resolve_dtype
 from drumline.model.stages import stage_layers, stage_weights
 from drumline.parallel.boxes import MAIL_BYTES
@@ -347,6 +347,16 @@ def _stage_table(spec: ModelSpec, config: EngineConfig, dtype: str) -> str:
     return _table(table)
 
 
+def _weights_of(
+    spec: ModelSpec, shapes: Shapes, stages: Sequence[Range], parallel: ParallelConfig, dtype: str, pcp: int
+) -> tuple[tuple[int, ...], ...]:
+    """Bytes of the weights of a PCP place: for each stage those of its TP ranks."""
+    tp, held = parallel.tensor_parallel_size, held_experts(spec, parallel, pcp)
+    if shapes:
+        return rank_bytes(spec, shapes, stages, tp, dtype, held)
+    return estimated_bytes(spec, stages, tp, dtype, held)
+
+
 def _memory_table(spec: ModelSpec, config: EngineConfig, dtype: str) -> str:
     """What each rank holds, to the byte."""
     parallel, tp = config.parallel, config.parallel.tensor_parallel_size
@@ -354,18 +364,14 @@ def _memory_table(spec: ModelSpec, config: EngineConfig, dtype: str) -> str:
     dcp = layout.dcp
     shapes = {} if config.model.load_format == "dummy" else read_shapes(Path(config.model.path))
     about = "" if shapes else "about "
-    held = held_experts(spec, parallel)
-    if shapes:
-        weights = rank_bytes(spec, shapes, stages, tp, dtype, held)
-    else:
-        weights = estimated_bytes(spec, stages, tp, dtype, held)
+    weights = [_weights_of(spec, shapes, stages, parallel, dtype, pcp) for pcp in range(layout.pcp)]
     of = f" (of {block_size * dcp}, over {dcp} ranks)" if dcp > 1 else ""
     table = [("worker", "weights", f"KV of a block of {block_size} tokens{of}")]
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
         layers = stages[place.pp].size
         kv = kv_spec(spec, tp_rank=place.tp, tp_size=tp, dtype=dtype, block_size=block_size, num_layers=layers)
-        mine = weights[place.pp][place.tp]
+        mine = weights[place.pcp][place.pp][place.tp]
         table.append((worker_title(parallel, rank), f"{about}{mine:,}", f"{kv.bytes_per_block:,}"))
     return f"bytes of each rank, in {dtype}\n{_table(table)}"
 

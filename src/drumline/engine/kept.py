@@ -54,6 +54,7 @@ def ranks_to_keep(config: EngineConfig) -> int:
     possible = (
         config.cache.enable_prefix_caching
         and kind.keeps_memory
+        and "__init__" not in {name for cls in kind.__mro__[: kind.__mro__.index(Executor)] for name in vars(cls)}
         and parallel.nnodes == 1
         # Where ranks share out tokens, an answer does not say that all of them have written theirs.
         and parallel.prefill_context_parallel_size == parallel.decode_context_parallel_size == 1

@@ -220,8 +220,18 @@ class EngineProcesses:
 
     @property
     def stalling(self) -> str:
-        """Who makes no progress, once half of the stall timeout is over without any; else empty."""
-        return self._core_stalls or self._ranks_stall
+        """Who makes no progress, once half of the stall timeout is over without any, or is stopped; else empty."""
+        return self._core_stalls or self._ranks_stall or self._stopped_now()
+
+    def _stopped_now(self) -> str:
+        """Engine core and workers that somebody has stopped (SIGSTOP): also while nobody waits for them."""
+        if self._phase != "ready":
+            return ""
+        rows = [(row.name, row.pid) for _, row in sorted(self._workers.items())]
+        if self._core is not None:
+            rows.insert(0, (self._core.name, self._core.pid))
+        stopped = {pid: name for name, pid in rows if process_state(pid) == "T"}
+        return ", ".join(f"{name} (pid {pid}) is stopped (T)" for pid, name in stopped.items())
 
     def expect(self) -> None:
         """Somebody waits for something of the engine core from now on. Any thread; cheap."""

@@ -61,13 +61,14 @@ def read_shapes(folder: Path) -> Shapes:
     return found
 
 
-def held_experts(spec: ModelSpec, parallel: ParallelConfig) -> Held:
-    """Whole experts of each TP rank of this engine, as they are placed at first (``parallel.experts``)."""
+def held_experts(spec: ModelSpec, parallel: ParallelConfig, pcp: int = 0) -> Held:
+    """Whole experts of each TP rank of a PCP place of this engine, as they are placed at first
+    (``parallel.experts``)."""
     if spec.experts is None or not parallel.enable_expert_parallel:
         return ()
     redundant, tp = parallel.eplb_config.num_redundant_experts, parallel.tensor_parallel_size
     placement = Placement.linear(spec.experts.num_experts, redundant, parallel.expert_parallel_size)
-    first = parallel.data_parallel_rank * parallel.prefill_context_parallel_size * tp
+    first = (parallel.data_parallel_rank * parallel.prefill_context_parallel_size + pcp) * tp
     return [placement.of_rank(first + rank) for rank in range(tp)]
 
 

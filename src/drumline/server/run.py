@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -40,7 +41,7 @@ from drumline.config import EngineConfig, ServerConfig
 from drumline.engine.checks import check_machine, check_model
 from drumline.engine.protocol import AsyncEngine, EngineInfo
 from drumline.engine.starts import FrontMarks
-from drumline.errors import ConfigError, DrumlineError, ExitCode, FailedError, FailureReport
+from drumline.errors import MORE_FILES, ConfigError, DrumlineError, ExitCode, FailedError, FailureReport
 from drumline.platforms import device_table
 from drumline.processes.logs import DATE_FORMAT, LOG_FORMAT, console_as_stderr
 from drumline.processes.titles import api_server_name, set_title
@@ -182,8 +183,10 @@ class Command:
             console.say("Everybody who reaches this port may use the model: there is no --api-key.")
         try:
             outcome = await self._until_the_end()
-        except Exception:  # noqa: BLE001 - a fault of ours; the engine must be ended all the same
+        except Exception as error:  # noqa: BLE001 - a fault of ours; the engine must be ended all the same
             outcome = Outcome(code=ExitCode.INTERNAL, message=traceback.format_exc())
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                outcome = Outcome(code=ExitCode.START_FAILED, message=f"{error.strerror}: {MORE_FILES}")
         await self._end(outcome)
         self._http.stop()
         await serving
