@@ -190,6 +190,19 @@ def test_serve_while_a_file_does_not_come(serve: Callable[..., Command], tmp_pat
     command.interrupt()
 
 
+BLOCKED = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+os.execv(sys.executable, [sys.executable, "-m", "drumline", *sys.argv[1:]])
+"""
+
+
+def test_serve_by_somebody_who_blocks_signals(run: Callable[..., Command], tmp_path: Path) -> None:
+    command = run("-c", BLOCKED, "serve", str(tiny_folder(tmp_path)), *FLAGS)
+    command.says("listens on")
+    command.interrupt()
+
+
 @pytest.mark.parametrize("words", ["ForkServer: imports", "EngineCore_DP0: ", "Worker_TP0: "])
 def test_serve_while_its_processes_start(serve: Callable[..., Command], tmp_path: Path, words: str) -> None:
     command = serve(str(tiny_folder(tmp_path / "model")))

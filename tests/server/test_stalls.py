@@ -212,6 +212,19 @@ def test_the_doctor_looks_at_a_server_that_does_not_answer(serve: Callable[..., 
 
 
 @pytest.mark.chaos
+def test_the_doctor_looks_at_an_api_server_that_is_stopped(serve: Callable[..., Serve]) -> None:
+    server = serve()
+    port, pid = server.port(), server.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    code, text = doctor("--url", f"http://127.0.0.1:{port}")
+    assert code == ExitCode.START_FAILED
+    assert "has said nothing for 8 s" in text
+    code, text = doctor("--pid", str(pid))
+    assert f"APIServer_0 (pid {pid}) is stopped (T)" in text
+    os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.chaos
 def test_an_engine_core_that_is_stopped(serve: Callable[..., Serve]) -> None:
     server = serve()
     stream = Stream(server)

@@ -22,9 +22,9 @@ class ServerError(Exception):
 
 
 class Client:
-    """Talks to one server."""
+    """Talks to one server. ``answer_s``: how long it may be silent while it answers; None: any time."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
+    def __init__(self, url: str, api_key: str = "", answer_s: float | None = None) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             port = parts.port
@@ -33,6 +33,7 @@ class Client:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ServerError(f"{url}: not a URL such as http://127.0.0.1:8000")
         self.url = url
+        self._answer_s = answer_s
         self._parts = parts
         self._port = port
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
@@ -88,8 +89,10 @@ class Client:
                 raise ServerError(
                     f"no server answers at {self.url} ({e.strerror or e}). Start one with: drumline serve"
                 ) from None
-            connection.sock.settimeout(None)
+            connection.sock.settimeout(self._answer_s)
             yield connection
+        except TimeoutError:
+            raise ServerError(f"the server at {self.url} has said nothing for {self._answer_s:g} s") from None
         except (http.client.HTTPException, ConnectionError) as e:
             raise ServerError(f"the server at {self.url} went away ({type(e).__name__})") from None
         finally:

@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     global _began
     _began = time.monotonic()
     before = _quiet_interrupt()
+    if argv is None:  # whoever starts the command may have blocked what ends it, and that is inherited
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     _open_standard_descriptors()
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["serve"]:
