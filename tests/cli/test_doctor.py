@@ -303,8 +303,9 @@ def test_no_server_to_ask(flags: list[str], capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("pid", "said"), [(os.getpid(), "not a process of drumline"), (-5, "--pid -5"), (2**70, f"--pid {2**70}")]
+    ("pid", "said"), [(None, "not a process of drumline"), (-5, "--pid -5"), (2**70, f"--pid {2**70}")]
 )
-def test_a_pid_that_is_none_of_ours(capsys: pytest.CaptureFixture[str], pid: int, said: str) -> None:
-    assert main(["doctor", "--live", "--pid", str(pid)]) == ExitCode.USAGE
+def test_a_pid_that_is_none_of_ours(capsys: pytest.CaptureFixture[str], pid: int | None, said: str) -> None:
+    """None: of this process, which is no server's."""
+    assert main(["doctor", "--live", "--pid", str(pid or os.getpid())]) == ExitCode.USAGE
     assert said in capsys.readouterr().err
