@@ -27,6 +27,7 @@ This module imports nothing of drumline, neither torch nor transformers.
 from __future__ import annotations
 
 import enum
+import errno
 import reprlib
 import time
 from typing import Any
@@ -35,6 +36,15 @@ import msgspec
 
 MORE_FILES = "raise the limit of open files (ulimit -n, LimitNOFILE= of a unit); drumline doctor says what is needed"
 """What to do about EMFILE and ENFILE."""
+
+
+def lacks_files(error: BaseException | None) -> bool:
+    """Whether it comes of too few open files: EMFILE or ENFILE, also where another error was raised for it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class ExitCode(enum.IntEnum):

@@ -83,7 +83,8 @@ def spanning() -> Any:
             tensor_parallel_size=2, data_parallel_size=2, data_parallel_rank=engine, enable_expert_parallel=True
         )
         layout, mine = Layout.of(parallel, span_engines=True), global_rank(parallel, rank)
-        groups = init_groups(layout, mine, place.init_method, timeout_s=30, expert_parallel=True)
+        experts = {"expert_parallel": True, "expert_balancing": True}
+        groups = init_groups(layout, mine, place.init_method, timeout_s=30, **experts)
         kinds = (GroupKind.WORLD, GroupKind.TP, GroupKind.DP, GroupKind.EP, GroupKind.EPLB)
         sums = {kind: groups[kind].all_reduce(torch.tensor([2.0**mine])).item() for kind in kinds}
         groups.close()
