@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from drumline.config import Device, DeviceTable
 from drumline.errors import ConfigError
@@ -38,6 +38,7 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """What keeps NCCL and torch from NVLink multicast. It is off unless the user has set these otherwise: the fabric is
 shared by all of a machine's GPUs, and programs that ended badly while they used it have left it unusable for all."""
+T = TypeVar("T")
 _SMI_TIMEOUT_S = 20.0
 _HIDDEN = ("-1", "NoDevFiles", "none", "void")
 """Tokens that end the list on purpose: nothing after them is visible."""
@@ -220,8 +221,8 @@ def _is_wsl() -> bool:
     return Path("/dev/dxg").exists()
 
 
-def _from_nvml() -> tuple[Gpu, ...] | None:
-    """None if NVML cannot be asked. Leaves no device file open."""
+def _with_nvml(question: Callable[[Any], T]) -> T | None:
+    """What it finds with NVML open; None if NVML cannot be asked. Leaves no device file open."""
     try:
         import pynvml
     except ImportError:
@@ -231,12 +232,21 @@ def _from_nvml() -> tuple[Gpu, ...] | None:
     except pynvml.NVMLError:
         return None
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(_nvml_gpu(pynvml, handle) for handle in handles)
+        return question(pynvml)
     except pynvml.NVMLError:
         return None
     finally:
         pynvml.nvmlShutdown()
+
+
+def _from_nvml() -> tuple[Gpu, ...] | None:
+    """None if NVML cannot be asked."""
+
+    def ask(nvml: Any) -> tuple[Gpu, ...]:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        return tuple(_nvml_gpu(nvml, handle) for handle in handles)
+
+    return _with_nvml(ask)
 
 
 def _nvml_gpu(nvml: Any, handle: Any) -> Gpu:
@@ -273,46 +283,27 @@ def _ask_nvml(uuids: Sequence[str]) -> tuple[str, dict[str, int], dict[str, str]
 
     Peer access is that of whole GPUs: instances of MIG have none.
     """
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+
+    def ask(nvml: Any) -> tuple[str, dict[str, int], dict[str, str]]:
+        driver = _text(nvml.nvmlSystemGetDriverVersion())
         handles = {}
         for uuid in uuids:
-            with contextlib.suppress(pynvml.NVMLError):
-                handles[uuid] = pynvml.nvmlDeviceGetHandleByUUID(uuid.encode())
-        free = {uuid: int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for uuid, handle in handles.items()}
-        return driver, free, _nvml_peers(pynvml, uuids, handles)
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
+            with contextlib.suppress(nvml.NVMLError):
+                handles[uuid] = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+        free = {uuid: int(nvml.nvmlDeviceGetMemoryInfo(handle).free) for uuid, handle in handles.items()}
+        return driver, free, _nvml_peers(nvml, uuids, handles)
+
+    return _with_nvml(ask)
 
 
 def _nvml_own(uuid: str, pid: int) -> int | None:
     """Bytes that a process has on a GPU; None if NVML cannot be asked, or does not list it."""
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        return bytes_of(
-            pid, pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByUUID(uuid.encode()))
-        )
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()
+
+    def ask(nvml: Any) -> int | None:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+        return bytes_of(pid, nvml.nvmlDeviceGetComputeRunningProcesses(handle))
+
+    return _with_nvml(ask)
 
 
 def bytes_of(pid: int, processes: Sequence[Any]) -> int | None:
