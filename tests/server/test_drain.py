@@ -282,6 +282,27 @@ def test_sigterm_lets_running_requests_finish(serve: Callable[..., Serve]) -> No
     assert "Traceback" not in server.text
 
 
+@pytest.mark.parametrize(
+    "flags", [(), pytest.param(("--worker-start-method", "spawn"), marks=pytest.mark.chaos)], ids=["forked", "spawned"]
+)
+def test_a_sigterm_for_all_processes_is_one_for_the_server(serve: Callable[..., Serve], flags: tuple[str, ...]) -> None:
+    """``timeout``, systemd's default and ``killpg`` send it to each: nobody ends before the server says so."""
+    server = serve("--recovery", "off", *flags).ready()
+    processes = [row["pid"] for row in server.state()["processes"]]
+    tree = psutil.Process(server.process.pid).children(recursive=True)
+    stream = Client(server, {**LONG, "max_tokens": 1500, "stream_options": {"include_usage": True}})
+    wait_for(stream.begun, 30, "tokens")
+    for process in [*reversed(tree), psutil.Process(server.process.pid)]:
+        process.terminate()
+    wait_for(lambda: "SIGTERM: draining" in server.text, 5, "note of the signal")
+    assert [row["pid"] for row in server.state()["processes"]] == processes
+    assert stream.result() == (1500, True, "")
+    assert server.end(10) == ExitCode.OK
+    assert not [process for process in tree if process.is_running()]
+    assert "Traceback" not in server.text
+    assert "drumline failed" not in server.text
+
+
 def test_new_requests_are_served_during_the_lag_and_nothing_is_waited_for_after_it(serve: Callable[..., Serve]) -> None:
     server = serve("--drain-lag", "3", "--shutdown-timeout", "60").ready()
     idle = kept_alive(server)

@@ -50,12 +50,14 @@ from drumline.processes.client import ForkServer
 from drumline.processes.connection import Connection
 from drumline.processes.logs import LogConfig, ProcessLog
 from drumline.processes.reports import exit_report, fold, make_report, print_report
-from drumline.processes.titles import FORK_SERVER, set_title
+from drumline.processes.titles import FORK_SERVER, is_ending, set_title
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE_S = 0.1
 """Two deaths within this time count as one event."""
+ROOT_SAYS_S = 0.3
+"""How long a process that gets a SIGTERM waits for the root to say that it got one, too."""
 
 Target = Callable[["ChildContext", bytes], Any]
 
@@ -241,7 +243,7 @@ class ChildContext:
 
     def begin(self) -> None:
         """Signals, first words, supervisor thread."""
-        client.inside = self.role
+        client.inside, client.root_pid = self.role, self._start.root_pid
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the root's to handle
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -250,6 +252,8 @@ class ChildContext:
         threading.Thread(target=self._supervise, name="drumline-supervisor", daemon=True).start()
 
     def _on_sigterm(self, number: int, frame: types.FrameType | None) -> None:
+        if not self._terminated and self._root_ends():
+            return
         # Only notes: an Event may not be set here, its lock may be held by the very code that was interrupted.
         self._terminated = True
         with contextlib.suppress(OSError):
@@ -257,6 +261,15 @@ class ChildContext:
         if self._interruptible or self.in_call:
             self._interruptible = self.in_call = False
             raise StopRequested
+
+    def _root_ends(self) -> bool:
+        """Whether the root was told to end, too, and will tell this process when: a signal for all (see ``titles``)."""
+        deadline = time.monotonic() + ROOT_SAYS_S
+        while not (self._asked or self.owner_gone or time.monotonic() > deadline):
+            if is_ending(self._start.root_pid):
+                return True
+            time.sleep(ROOT_SAYS_S / 30)
+        return False
 
     def _supervise(self) -> None:
         poller = select.poll()

@@ -46,6 +46,8 @@ _open_servers: weakref.WeakSet[ForkServer] = weakref.WeakSet()
 inside = ""
 """Role of this process if it is a child of a fork server. One that started another would go on without end where the
 module of a worker class starts an engine when it is imported."""
+root_pid = 0
+"""The root of the run, where this process is such a child."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,12 +57,12 @@ from drumline.platforms import host
 from drumline.processes import linux
 from drumline.processes import messages as m
 from drumline.processes.births import OomKills, execute_child, fork_child
-from drumline.processes.child import ChildStart
+from drumline.processes.child import ROOT_SAYS_S, ChildStart
 from drumline.processes.connection import Connection, Frame, socket_pair
 from drumline.processes.environment import child_environment, needs_fresh
 from drumline.processes.logs import ProcessLog, log_path
 from drumline.processes.reports import exit_report, make_report, print_report
-from drumline.processes.titles import FORK_SERVER, SPARE_FORK_SERVER, set_title
+from drumline.processes.titles import FORK_SERVER, SPARE_FORK_SERVER, is_ending, set_title
 
 _EXIT_WAIT_S = 0.2
 _HANDLERS = (signal.SIGTERM, signal.SIGCHLD)
@@ -112,7 +112,8 @@ class ForkServerProcess:
         self.ending: float | None = None
         self.clearing = False
         """The root wants all children gone; none is made meanwhile."""
-        self.terminated = False
+        self.terminated_at: float | None = None
+        """When a SIGTERM came that is to be acted upon."""
         self.importing = False
         self.exit_code = 0
         self.oom_kills = OomKills()
@@ -162,7 +163,7 @@ class ForkServerProcess:
         if self.importing:  # no loop that would act on it, and no children that would need an end
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
-        self.terminated = True
+        self.terminated_at = time.monotonic()
 
     def _begin(self) -> bool:
         frames: list[Frame[m.ToServer]] = []
@@ -254,8 +255,8 @@ class ForkServerProcess:
         if self.clearing and not self.children and not self.strays:
             self.clearing = False
             self._tell(self.root, m.Cleared())
-        if self.terminated and self.ending is None:
-            self._end_by_sigterm()
+        if self.terminated_at is not None and self.ending is None:
+            self._consider_sigterm(self.terminated_at)
         self._kill_overdue()
 
     def _timeout_ms(self) -> float | None:
@@ -263,6 +264,8 @@ class ForkServerProcess:
         times += [kill_at for kill_at in self.strays.values() if kill_at is not None]
         if self.ending is not None:
             times.append(self.ending)
+        elif self.terminated_at is not None:
+            times.append(time.monotonic() + ROOT_SAYS_S / 30)
         if not times:
             return None
         return max(0.0, min(times) - time.monotonic()) * 1000 + 1
@@ -370,6 +373,12 @@ class ForkServerProcess:
             if kill_at is not None:
                 self.strays[pid] = now
         self._kill_overdue()
+
+    def _consider_sigterm(self, came: float) -> None:
+        if is_ending(self.begin.pid):
+            self.terminated_at = None  # it went to the root, too, which says when this is to end
+        elif time.monotonic() > came + ROOT_SAYS_S:
+            self._end_by_sigterm()
 
     def _end_by_sigterm(self) -> None:
         self.exit_code = 128 + signal.SIGTERM
@@ -534,7 +543,7 @@ class ForkServerProcess:
                 client.conn.abandon()
             linux.close_all_but([0, 1, 2, conn_fd, root_pidfd, self.console_fd])
             self.wake_r, self.wake_w = os.pipe()
-            self.clearing = self.terminated = False  # before it can be told to end
+            self.clearing, self.terminated_at = False, None  # before it can be told to end
             self._catch_signals()
             set_title(SPARE_FORK_SERVER)
             self.log = ProcessLog(self.log_dir, FORK_SERVER, self.begin.log_level, self.console_fd)

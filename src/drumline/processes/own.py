@@ -34,6 +34,7 @@ from typing import Any
 
 from drumline.errors import ChannelClosedError
 from drumline.platforms import host
+from drumline.processes import client
 from drumline.processes import messages as m
 from drumline.processes.births import OomKills, execute_child, fork_child
 from drumline.processes.child import ChildStart
@@ -175,6 +176,7 @@ class _Launcher(threading.Thread):
             log_dir=self._log.dir,
             log_level=self._log.level,
             grace_s=_GRACE_S,
+            root_pid=client.root_pid or os.getpid(),
             own=True,
             allowed=host.allowed_cpus(),
         )

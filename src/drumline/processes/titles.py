@@ -1,4 +1,11 @@
-"""Names of processes: one rule for titles, log prefixes, log files and reports. Pure."""
+"""Names of processes: one rule for titles, log prefixes, log files and reports.
+
+The root's title also tells all others that it has been told to end. A SIGTERM often goes to every process of a run
+(``timeout``, systemd's default, ``killpg``): the root drains, and who else acted on its own copy would break the very
+requests that are to be finished. So a process of ours that gets one waits a moment for the root to say that it got one
+too, and then leaves the end to it. A title needs no descriptor that every way of making a child would have to pass on,
+and shows in ps.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +48,20 @@ SPARE_FORK_SERVER = "ForkServer_spare"
 DP_COORDINATOR = "DPCoordinator"
 
 
-def set_title(name: str) -> None:
-    """Show the process as ``drumline::<name>`` in ps and top."""
+_ENDING = " (ending)"
+
+
+def set_title(name: str, *, ending: bool = False) -> None:
+    """Show the process as ``drumline::<name>`` in ps and top; one that was told to end, or to drain, says so."""
     import setproctitle
 
-    setproctitle.setproctitle(f"drumline::{name}")
+    setproctitle.setproctitle(f"drumline::{name}{_ENDING if ending else ''}")
+
+
+def is_ending(pid: int) -> bool:
+    """Whether that process says in its title that it was told to end. False where titles cannot be read."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().rstrip(b"\0 ").endswith(_ENDING.encode())
+    except OSError:
+        return False

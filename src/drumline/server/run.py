@@ -223,6 +223,7 @@ class Command:
             self._at_once()
             return
         self._signal.set_result(number)
+        set_title(api_server_name(), ending=True)  # a signal for all processes is this one's to act upon
         if not self._drains():
             console.say(f"{signal.Signals(number).name}: ending (once more: at once)")
 
