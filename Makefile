@@ -77,14 +77,15 @@ test-floor: dev
 	sh scripts/test_floor.sh $(BIN)/python $(VENV)/floor -m 'not chaos and not bench' $(PYTEST_ARGS)
 
 matrix: dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m matrix $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m 'matrix or table' --junitxml=build/matrix.xml $(PYTEST_ARGS)
+	$(BIN)/python scripts/equality_table.py build/matrix.xml docs/equality.md
 
 chaos: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/chaos -m chaos $(PYTEST_ARGS)
 
 soak: dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak tests/transport -m soak $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/soak tests/transport tests/executor -m soak $(PYTEST_ARGS)
 
 fuzz: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/server/test_fuzz.py -m fuzz $(PYTEST_ARGS)

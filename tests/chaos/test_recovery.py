@@ -17,6 +17,7 @@ from drumline.errors import ExitCode
 from tests.chaos.conftest import figures
 from tests.chaos.tree import RULE, Tree
 from tests.server.command import COMPLETION, wait_for
+from tests.stopped import stop
 
 CHAT = "/v1/chat/completions"
 TOKENS = 120
@@ -202,7 +203,7 @@ def test_a_step_that_hangs(tree: Callable[..., Tree]) -> None:
     run = tree("idle", "Worker_1", ("on", "--execute-model-timeout", "2", "--drain-lag", "0"))
     client = Client(run, {**BASE, "max_tokens": 2000})
     wait_for(lambda: client.events > 3, 30, "tokens")
-    os.kill(run.pids["Worker_1"], signal.SIGSTOP)
+    stop(run.pids["Worker_1"])
     wait_for(lambda: restarts(run) == 1, 10, "restart")
     client.result()
     assert run.gauge("poisonous_requests_total") == 0

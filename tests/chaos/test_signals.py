@@ -15,6 +15,7 @@ import pytest
 from drumline.errors import ExitCode
 from tests.chaos.conftest import figures
 from tests.chaos.tree import PHASES, Tree
+from tests.stopped import stop
 
 SOON_S = {"starting": 2.0, "draining": 2.0}
 NUMBERS = [(signal.SIGINT, ExitCode.INTERRUPTED), (signal.SIGTERM, ExitCode.OK), (signal.SIGHUP, ExitCode.OK)]
@@ -102,7 +103,7 @@ def test_workers_that_are_stuck_in_their_end(tree: Callable[..., Tree]) -> None:
 )
 def test_ctrl_c_with_a_stopped_process(tree: Callable[..., Tree], phase: str, victim: str) -> None:
     run = tree(phase)
-    os.kill(run.pids[victim], signal.SIGSTOP)
+    stop(run.pids[victim])
     send(run, signal.SIGINT)
     check_end(run, f"ctrl-C, stopped {victim}", ExitCode.INTERRUPTED)
 
@@ -113,7 +114,7 @@ def test_ctrl_c_with_a_stopped_process(tree: Callable[..., Tree], phase: str, vi
 def test_sigterm_with_a_stopped_process(tree: Callable[..., Tree], victim: str) -> None:
     """What runs cannot finish: the limit of the drain (1 s here) comes first, then the ladder."""
     run = tree("mid-step")
-    os.kill(run.pids[victim], signal.SIGSTOP)
+    stop(run.pids[victim])
     send(run, signal.SIGTERM)
     check_end(run, f"SIGTERM, stopped {victim}", ExitCode.OK, 6.0)
     assert run.stream is not None

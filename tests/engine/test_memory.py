@@ -18,7 +18,12 @@ from .test_recovering import run
 
 
 @pytest.mark.parametrize(
-    ("tp", "worker"), [(2, "Poor"), pytest.param(2, "Poorest", marks=pytest.mark.chaos), (1, "Poorest")]
+    ("tp", "worker"),
+    [
+        pytest.param(2, "Poor", marks=pytest.mark.chaos),
+        pytest.param(2, "Poorest", marks=pytest.mark.chaos),
+        (1, "Poorest"),
+    ],
 )
 def test_one_request_fails(tiny: tuple[Path, Any], tp: int, worker: str) -> None:
     config = config_for(tiny[0], tp=tp)

@@ -17,6 +17,7 @@ from drumline.errors import ExecutorFailedError, FailureReport, RemoteCallError,
 from drumline.executor import Call, Executor
 from tests.executor.conftest import Make, configure
 from tests.executor.workers import Plain
+from tests.stopped import stop
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
@@ -211,7 +212,7 @@ def test_calls_that_wait_for_room_have_a_deadline(make: Make) -> None:
 def test_a_stopped_worker_ends_only_the_call(make: Make) -> None:
     executor = make()
     pid = pids_of(executor)[1]
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     with pytest.raises(TimeoutError, match="RPC call to echo timed out"):
         executor.collective_rpc("echo", timeout=0.2)
     os.kill(pid, signal.SIGCONT)
@@ -221,7 +222,7 @@ def test_a_stopped_worker_ends_only_the_call(make: Make) -> None:
 def test_shutdown_kills_a_stopped_worker(make: Make) -> None:
     executor = make()
     pids = pids_of(executor)
-    os.kill(pids[1], signal.SIGSTOP)
+    stop(pids[1])
     start = time.monotonic()
     executor.shutdown()
     assert time.monotonic() - start < 2.0

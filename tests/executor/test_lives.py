@@ -17,6 +17,7 @@ from .conftest import configure
 LIVES = 20
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_twenty_lives_with_changing_sizes() -> None:
     seen: list[Held] = []

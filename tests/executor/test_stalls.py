@@ -25,6 +25,7 @@ from drumline.processes.live import innermost, only_stacks
 from tests.executor.conftest import Make, configure
 from tests.executor.test_failures import all_gone, pids_of, wait_until
 from tests.executor.test_waits import wait_for_state
+from tests.stopped import stop
 
 STUCK = "tests.executor.stuck"
 STALL_S = 1.0
@@ -192,7 +193,7 @@ def block_of(report: FailureReport, rank: int) -> str:
 def test_a_stopped_worker(make: Make) -> None:
     executor = make("mp", 3, stall_timeout_s=STALL_S)
     pid = pids_of(executor)[1]
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     report = hang_of(executor, lambda: executor.collective_rpc("echo"))
     assert (report.rank, report.pid, report.role, report.phase) == (1, pid, "Worker_TP1", "echo")
     assert "rank 1 (Worker_TP1, pid " in report.text()
@@ -211,7 +212,7 @@ def test_a_worker_that_is_stuck(make: Make, how: str) -> None:
     assert f"running {how} (call 1) for" in report.text()
 
 
-@pytest.mark.parametrize("what", ["KV cache", "warm-up"])
+@pytest.mark.parametrize("what", ["warm-up", pytest.param("KV cache", marks=pytest.mark.chaos)])
 def test_a_worker_that_is_stuck_in_the_calls_of_a_start(make: Make, what: str) -> None:
     """These may take longer than others, but not for ever: they have the patience of a start."""
     options = {"stall_timeout_s": STALL_S / 10, "start_timeout_s": START_S}
@@ -260,7 +261,7 @@ def test_a_stage_that_sends_nothing() -> None:
         assert "in execute_model" in block_of(report, 0)
 
 
-@pytest.mark.parametrize("backend", ["uni", "mp"])
+@pytest.mark.parametrize("backend", ["mp", pytest.param("uni", marks=pytest.mark.chaos)])
 def test_what_only_takes_long_is_left_alone(make: Make, caplog: pytest.LogCaptureFixture, backend: str) -> None:
     executor = make(backend, worker=f"{STUCK}:Stuck", stall_timeout_s=0.8)
     executor.collective_rpc("sleep", (1.2,), expected_s=math.inf)
@@ -275,7 +276,7 @@ def test_what_only_takes_long_is_left_alone(make: Make, caplog: pytest.LogCaptur
 def test_an_idle_stopped_worker_is_no_hang_until_work_comes(make: Make) -> None:
     executor = make("mp", 2, stall_timeout_s=STALL_S)
     executor.collective_rpc("echo")
-    os.kill(pids_of(executor)[0], signal.SIGSTOP)
+    stop(pids_of(executor)[0])
     time.sleep(2 * STALL_S)
     assert not executor.is_failed
     report = hang_of(executor, lambda: executor.collective_rpc("echo"))
@@ -287,7 +288,7 @@ def test_who_goes_on_in_time_is_only_suspected(make: Make, caplog: pytest.LogCap
     told: list[str] = []
     executor.register_stall_callback(told.append)
     pid = pids_of(executor)[1]
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     wait_for_state(pid, "T")
     call = executor.collective_rpc("echo", non_block=True)
     wait_until(lambda: bool(told))
@@ -309,7 +310,7 @@ def test_a_hang_in_the_process_of_the_caller(make: Make) -> None:
     assert caught.value.report.what == "hang"
 
 
-@pytest.mark.parametrize("what", ["KV cache", "warm-up"])
+@pytest.mark.parametrize("what", ["KV cache", pytest.param("warm-up", marks=pytest.mark.chaos)])
 def test_a_start_that_hangs_in_the_process_of_the_caller(make: Make, what: str) -> None:
     executor = make("uni", worker=f"{STUCK}:StuckInItsStart", stall_timeout_s=STALL_S / 10, start_timeout_s=STALL_S)
     began = time.monotonic()

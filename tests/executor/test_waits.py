@@ -17,6 +17,7 @@ from drumline.executor.explain import Doing, unanswered
 from drumline.executor.keeper import _LongWait
 from tests.executor.conftest import Make
 from tests.executor.test_failures import pids_of, wait_until
+from tests.stopped import stop
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -30,7 +31,7 @@ def wait_for_state(pid: int, state: str) -> None:
 def test_a_stopped_rank_is_named(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     executor = make("mp", 3, long_wait_s=0.2)
     pids = pids_of(executor)
-    os.kill(pids[1], signal.SIGSTOP)
+    stop(pids[1])
     wait_for_state(pids[1], "T")
     future = executor.collective_rpc("echo", non_block=True)  # nobody waits for it
     wait_until(lambda: bool(lines(caplog)))
@@ -67,7 +68,7 @@ def test_declared_long_calls_and_idleness_are_silent(
 def test_a_full_queue_names_who_does_not_read(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     executor = make("mp", 3, long_wait_s=0.2, mq_slots=4, mq_slot_bytes=512)
     pids = pids_of(executor)
-    os.kill(pids[2], signal.SIGSTOP)
+    stop(pids[2])
     wait_for_state(pids[2], "T")
     futures = [executor.collective_rpc("note", (i,), non_block=True) for i in range(20)]
     wait_until(lambda: bool(lines(caplog)))
@@ -99,7 +100,7 @@ def test_the_text_of_a_timeout_names_each_rank(make: Make) -> None:
     executor = make("mp", 3)
     pids = pids_of(executor)
     executor.collective_rpc("sleep", (0.3, 0), reply_rank=2)
-    os.kill(pids[1], signal.SIGSTOP)
+    stop(pids[1])
     wait_for_state(pids[1], "T")
     with pytest.raises(RPCTimeoutError) as caught:
         executor.collective_rpc("echo", timeout=0.1)

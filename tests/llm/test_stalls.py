@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 
 from drumline import LLM, SamplingParams
 from drumline.errors import EngineDeadError, ExitCode
+from tests.stopped import stop
 
 from .conftest import SMALL
 
@@ -23,7 +22,7 @@ def test_a_process_that_is_stopped(model_path: Path, victim: str) -> None:
     with LLM(str(model_path), tensor_parallel_size=2, stall_timeout_s=STALL_S, recovery="off", **SMALL) as llm:
         llm.generate([[5, 6, 7]], LONG)
         pid = next(one.pid for one in llm.processes() if one.name == victim)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         time.sleep(1.5 * STALL_S)  # nothing is outstanding: no hang
         began = time.monotonic()
         with pytest.raises(EngineDeadError) as caught:

@@ -19,7 +19,6 @@ from tests.model.equality import Tally, compare_greedy, compare_sampled
 from tests.model.test_context_ranks import Sizes, name_of
 
 COUNT, LONGEST, MOST = 24, 100, 45
-SUBSET = [("qwen2", Sizes(tp=2, pcp=2, dcp=2), "tight")]
 CELLS = [
     (model, sizes, options)
     for model, many in {
@@ -64,14 +63,9 @@ def started(path: str, sizes: Sizes, options: dict[str, Any]) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize(
-    ("model", "sizes", "options"),
-    [
-        pytest.param(*cell, marks=[] if cell in SUBSET else [pytest.mark.matrix, pytest.mark.timeout(1200)])
-        for cell in CELLS
-    ],
-    ids=name_of,
-)
+@pytest.mark.matrix
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("model", "sizes", "options"), CELLS, ids=name_of)
 def test_greedy(models: Models, model: str, sizes: Sizes, options: str) -> None:
     path, reference = models.get(model)
     prompts = make_prompts(reference.config.vocab_size, COUNT, LONGEST)

@@ -66,7 +66,7 @@ CELLS: list[tuple[str, int, int, tuple[int, ...]]] = [
     ("deepseek_v3", 2, 1, (2, 1)),
 ]
 """Model, TP size, PP size, TP weights."""
-SUBSET = {("28-over-4", 3, 1, (2, 1, 1)), ("8-over-1-tied", 7, 1, ()), ("7-layers", 1, 3, ())}
+SUBSET = {("28-over-4", 3, 1, (2, 1, 1)), ("8-over-1-tied", 7, 1, ())}
 OPTIONS = {"max_num_batched_tokens": 37}
 """Prompts in chunks of odd sizes."""
 

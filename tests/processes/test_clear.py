@@ -15,6 +15,7 @@ import pytest
 from drumline.processes import Supervisor
 from drumline.processes.linux import process_state
 from tests.processes.conftest import House
+from tests.stopped import stop
 
 
 def gone(pid: int) -> bool:
@@ -35,7 +36,7 @@ def test_all_are_gone_at_once_and_new_ones_are_made(house: House) -> None:
     stopped = house.spawn("stubborn", role="Worker_8")
     house.ready(core, parent, stopped)
     pids = [core.pid, parent.pid, stopped.pid, *json.loads(core.info), int(parent.info)]
-    os.kill(stopped.pid, signal.SIGSTOP)
+    stop(stopped.pid)
     house.supervisor.shutdown([core], force=True)
     began = time.monotonic()
     assert house.server.clear(10)

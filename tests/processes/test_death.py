@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.stopped import stop
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -181,7 +183,7 @@ def test_a_stopped_fork_server_does_not_outlive_its_root(
     make_tree: Callable[[str], Tree], others: tuple[str, ...]
 ) -> None:
     tree = make_tree("serve")
-    os.kill(tree.pids["ForkServer"], signal.SIGSTOP)
+    stop(tree.pids["ForkServer"])
     for victim in ("APIServer_0", *others):
         os.kill(tree.pids[victim], signal.SIGKILL)
     assert tree.all_gone(5.0)

@@ -17,6 +17,7 @@ from tests.chaos.preload.sitecustomize import NUMBERS
 from tests.chaos.tree import PRELOAD
 from tests.processes.conftest import House
 from tests.processes.targets import TARGETS
+from tests.stopped import stop
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_no_progress_names_the_one_that_is_stopped(house: House) -> None:
     members = [house.spawn("progress", b"1 stuck", role=f"Worker_{rank}", rank=rank) for rank in range(3)]
     for _ in members:
         house.event(EventKind.PHASE)
-    os.kill(members[1].pid, signal.SIGSTOP)
+    stop(members[1].pid)
     with pytest.raises(StartupError) as caught:
         house.supervisor.wait_all_ready(members[1:], 1.0, deputies_s=60.0)
     assert (caught.value.report.role, caught.value.report.pid) == ("Worker_1", members[1].pid)
@@ -128,7 +129,7 @@ def test_no_progress_names_the_one_that_is_stopped(house: House) -> None:
 
 
 def test_no_progress_names_a_stopped_fork_server(house: House) -> None:
-    os.kill(house.server.pid, signal.SIGSTOP)
+    stop(house.server.pid)
     member = house.spawn("serve")
     with pytest.raises(StartupError) as caught:
         house.supervisor.wait_all_ready([member], 1.0, deputies_s=60.0)
@@ -212,7 +213,7 @@ def test_ladder_ends_a_stubborn_one_with_sigkill(make_house: Callable[..., House
 def test_a_stopped_process_gets_sigkill_at_once(house: House) -> None:
     member = house.spawn("serve")
     house.ready(member)
-    os.kill(member.pid, signal.SIGSTOP)
+    stop(member.pid)
     start = time.monotonic()
     house.supervisor.shutdown()
     assert time.monotonic() - start < 2.0  # no rung of the ladder is over
@@ -220,7 +221,7 @@ def test_a_stopped_process_gets_sigkill_at_once(house: House) -> None:
 
 
 def test_children_that_were_never_made_are_dropped(house: House) -> None:
-    os.kill(house.server.pid, signal.SIGSTOP)
+    stop(house.server.pid)
     member = house.spawn("serve")
     house.supervisor.shutdown()
     assert member.state is State.GONE
@@ -260,7 +261,7 @@ def test_stacks_of_all_even_where_c_code_holds_the_gil(house: House) -> None:
     for _ in range(2):
         house.event(EventKind.MESSAGE)
     house.ready(stopped)
-    os.kill(stopped.pid, signal.SIGSTOP)
+    stop(stopped.pid)
     stacks = house.supervisor.stacks([sleeping, stuck, stopped])
     for member in (sleeping, stuck):
         assert "most recent call first" in stacks[member.key]
@@ -271,7 +272,7 @@ def test_stacks_of_all_even_where_c_code_holds_the_gil(house: House) -> None:
 def test_a_stopped_fork_server_does_not_hold_up_the_end(house: House) -> None:
     member = house.spawn("serve")
     house.ready(member)
-    os.kill(house.server.pid, signal.SIGSTOP)
+    stop(house.server.pid)
     start = time.monotonic()
     house.supervisor.shutdown()
     house.server.close()

@@ -23,7 +23,7 @@ from drumline.server.schema import REFUSED
 from .command import Serve, tiny_folder
 from .peer import ScriptedEngine, served
 
-SHORT, LONG = 200, 2000
+SHORT, LONG = 100, 2000
 TIMEOUT_S = 100
 """128 outputs of each of several prompts take a while on a busy machine."""
 

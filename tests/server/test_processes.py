@@ -20,6 +20,7 @@ import pytest
 
 from drumline.errors import ExitCode
 from drumline.server.sockets import bind
+from tests.stopped import stop
 
 from .command import COMPLETION, FLAGS, LONG, Serve, Stream, tiny_folder, wait_for
 
@@ -345,7 +346,7 @@ def test_a_console_that_nobody_reads_any_more(on_console: Callable[..., Console]
         run.process.send_signal(signal.SIGTERM)
         assert run.process.wait(5) == ExitCode.OK
     else:
-        os.kill(pids["ForkServer"], signal.SIGSTOP)
+        stop(pids["ForkServer"])
         run.process.send_signal(signal.SIGINT)
         time.sleep(0.3)  # two signals at once are one
         run.process.send_signal(signal.SIGINT)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from drumline.errors import ExitCode
+from tests.stopped import stop
 
 from .command import COMPLETION, Serve, Stream, tiny_folder, wait_for
 
@@ -51,7 +52,7 @@ def test_a_worker_that_is_stopped_in_a_step(serve: Callable[..., Serve], tmp_pat
     server = serve()
     stopped = server.pid("Worker_TP1")
     stream = Stream(server)
-    os.kill(stopped, signal.SIGSTOP)
+    stop(stopped)
     began = time.monotonic()
     said = f"rank 1 (Worker_TP1, pid {stopped}, stopped (T))"
     wait_for(lambda: said in readiness(server)[1], STALL_S, "503")
@@ -78,7 +79,7 @@ def test_a_worker_that_goes_on_in_time(serve: Callable[..., Serve]) -> None:
     server = serve()
     stopped = server.pid("Worker_TP0")
     stream = Stream(server)
-    os.kill(stopped, signal.SIGSTOP)
+    stop(stopped)
     wait_for(lambda: readiness(server)[0] == 503, STALL_S, "503")
     os.kill(stopped, signal.SIGCONT)
     wait_for(lambda: readiness(server)[0] == 200, 2, "200")
@@ -93,11 +94,11 @@ def test_an_idle_server_with_a_stopped_process(serve: Callable[..., Serve], vict
     """Probes say so at once; but they are no work, so nothing is outstanding and nobody hangs."""
     server = serve()
     pid = server.pid(victim)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     assert readiness(server) == (503, f"The engine stands still: {victim} (pid {pid}) is stopped (T)")
     os.kill(pid, signal.SIGCONT)
     assert readiness(server)[0] == 200
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     until = time.monotonic() + 1.5 * STALL_S
     while time.monotonic() < until:
         assert readiness(server)[0] == 503
@@ -122,7 +123,7 @@ def test_a_hang_is_recovered_from(serve: Callable[..., Serve], tmp_path: Path, v
     asking.start()
     wait_for(lambda: server.gauge("num_requests_running"), 10, "running request")
     stopped = server.pid(victim)
-    os.kill(stopped, signal.SIGSTOP)
+    stop(stopped)
     asking.join(90)
     status, answer = answers[0]
     assert status == 200, answer
@@ -189,7 +190,7 @@ def test_the_doctor_looks_at_a_running_server(serve: Callable[..., Serve]) -> No
         assert all(f"==== {name} (" in text for name in NAMES)
     count = len(stream.events)
     wait_for(lambda: len(stream.events) > count, 10, "more tokens")
-    os.kill(worker, signal.SIGSTOP)
+    stop(worker)
     wait_for(lambda: readiness(server)[0] == 503, STALL_S, "503")
     code, text = doctor("--url", url)
     assert code == ExitCode.STALLED
@@ -201,7 +202,7 @@ def test_the_doctor_looks_at_a_running_server(serve: Callable[..., Serve]) -> No
 def test_the_doctor_looks_at_a_server_that_does_not_answer(serve: Callable[..., Serve]) -> None:
     server = serve()
     core = server.pid("EngineCore_DP0")
-    os.kill(core, signal.SIGSTOP)
+    stop(core)
     code, text = doctor("--pid", str(server.process.pid))
     assert code == ExitCode.OK
     assert f"EngineCore_DP0 (pid {core}) does not answer" in text
@@ -215,7 +216,7 @@ def test_the_doctor_looks_at_a_server_that_does_not_answer(serve: Callable[..., 
 def test_the_doctor_looks_at_an_api_server_that_is_stopped(serve: Callable[..., Serve]) -> None:
     server = serve()
     port, pid = server.port(), server.process.pid
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     code, text = doctor("--url", f"http://127.0.0.1:{port}")
     assert code == ExitCode.START_FAILED
     assert "has said nothing for 8 s" in text
@@ -229,13 +230,13 @@ def test_an_engine_core_that_is_stopped(serve: Callable[..., Serve]) -> None:
     server = serve()
     stream = Stream(server)
     core = server.pid("EngineCore_DP0")
-    os.kill(core, signal.SIGSTOP)
+    stop(core)
     wait_for(lambda: readiness(server)[0] == 503, STALL_S, "503")
     os.kill(core, signal.SIGCONT)
     wait_for(lambda: readiness(server)[0] == 200, 3, "200")
     count = len(stream.events)
     wait_for(lambda: len(stream.events) > count + 10, 10, "more tokens")
-    os.kill(core, signal.SIGSTOP)
+    stop(core)
     began = time.monotonic()
     assert "hangs: no sign of progress" in stream.end()["error"]["message"]
     assert STALL_S - 0.5 < time.monotonic() - began < STALL_S + 2.0

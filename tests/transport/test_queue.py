@@ -26,6 +26,7 @@ import pytest
 from drumline.errors import ChannelClosedError, ConfigError, MessageTooLargeError, QueueTimeoutError, TransportError
 from drumline.transport import CodecRegistry, MessageQueue, ProcessDeath, QueueHandle, QueueReader, RemoteOptions
 from drumline.transport.links import attach_link, link_pair
+from tests.stopped import stop
 
 from .procs import Child, children
 
@@ -172,7 +173,7 @@ def test_a_long_wait_says_for_whom(caplog: pytest.LogCaptureFixture, monkeypatch
     with MessageQueue(1, slot_bytes=64, slots=2) as queue, children() as start:
         child = start(run_reader, queue.handles[0], wait)
         assert os.read(attached_read, 1)
-        os.kill(child.pid, signal.SIGSTOP)
+        stop(child.pid)
         with pytest.raises(QueueTimeoutError, match=rf"\(pid {child.pid}\) is stopped \(state T\) and has not read 2"):
             fill(queue, 0.5)
         lines = [r.getMessage() for r in caplog.records]

@@ -27,6 +27,7 @@ from drumline.transport import RemoteOptions, Waiter, addresses, gate
 from drumline.transport import remote_wire as wire
 from drumline.transport.remote import RemoteReader, RemoteWriter
 from drumline.transport.remote_options import RemoteHandle
+from tests.stopped import stop
 
 from .procs import children
 from .proxy import Proxy
@@ -279,7 +280,7 @@ def test_a_reader_that_is_stopped_goes_on_where_it_was_and_one_that_is_killed_is
         child = start(serve_reader, p.handle(), write_end)
         p.send(b"a")
         assert os.read(back, 10) == b"a"
-        os.kill(child.pid, signal.SIGSTOP)
+        stop(child.pid)
         p.until(lambda: p.writer._peers[0].route is None, "away")
         p.send(b"b")
         os.kill(child.pid, signal.SIGCONT)
