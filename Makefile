@@ -77,7 +77,7 @@ test-floor: dev
 	sh scripts/test_floor.sh $(BIN)/python $(VENV)/floor -m 'not chaos and not bench' $(PYTEST_ARGS)
 
 matrix: dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m 'matrix or table' --junitxml=build/matrix.xml $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n $(JOBS) -m 'matrix or table' --junitxml=build/matrix.xml $(PYTEST_ARGS)
 	$(BIN)/python scripts/equality_table.py build/matrix.xml docs/equality.md
 
 chaos: dev

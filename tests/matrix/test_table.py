@@ -24,7 +24,7 @@ from drumline import LLM, SamplingParams
 from drumline.config import ModelConfig
 from drumline.errors import ConfigError
 from drumline.model.resolve import resolve
-from tests.matrix.test_equality import make_prompts, tokens_of
+from tests.matrix.test_equality import Record, count_in, make_prompts, tokens_of
 from tests.model.equality import Tally, compare_greedy
 from tests.model.ranks import RankHost
 from tests.model.test_expert_parallel import Engines, configured
@@ -113,7 +113,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
     ],
     ids=str,
 )
-def test_cell(models: Any, model: str, column: Column, record_property: Callable[[str, object], None]) -> None:
+def test_cell(models: Any, model: str, column: Column, record_property: Record) -> None:
     folder, reference = models(model)
     record_property("row", model)
     record_property("column", str(column))
@@ -125,9 +125,7 @@ def test_cell(models: Any, model: str, column: Column, record_property: Callable
         record_property("refused", str(refused.value))
         return
     tally = _in_lockstep(folder, reference, column) if column.dp > 1 else _served(folder, reference, column, model)
-    tally.check()
-    for outcome in ("equal", "excused"):
-        record_property(outcome, tally.counts[outcome])
+    count_in(tally, record_property)
 
 
 def _started(folder: Path, column: Column) -> LLM:
