@@ -54,10 +54,15 @@ KV_HEADS = {
     "mixtral": 3,
     "qwen3_moe": 2,
     "gpt_oss": 3,
-    "deepseek_v3": 5,
+    "deepseek_v3": 9,
     "default": 3,
 }
 """Rows, with the number of their KV heads."""
+CHANGES: dict[str, dict[str, int]] = {
+    "qwen2": {"num_attention_heads": 9, "hidden_size": 72},
+    "deepseek_v3": {"num_attention_heads": 9, "num_key_value_heads": 9},
+}
+"""Of the tiny models: a query head at least for each of eight ranks."""
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 COLUMNS = [
     *(Column(tp=tp) for tp in range(1, 9)),
@@ -95,7 +100,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
             made[name] = path, AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
         elif name not in made:
             folder = tmp_path_factory.mktemp(name)
-            made[name] = folder, make_tiny(folder, name, num_hidden_layers=4)
+            made[name] = folder, make_tiny(folder, name, num_hidden_layers=4, **CHANGES.get(name, {}))
         return made[name]
 
     return get
