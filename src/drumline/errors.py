@@ -36,15 +36,37 @@ import msgspec
 
 MORE_FILES = "raise the limit of open files (ulimit -n, LimitNOFILE= of a unit); drumline doctor says what is needed"
 """What to do about EMFILE and ENFILE."""
+MORE_PROCESSES = (
+    "raise the limit of processes and threads (docker run --pids-limit, TasksMax= of a unit, ulimit -u): it takes "
+    "four processes and one more for each worker, with some ten threads each"
+)
+"""What to do where none can be made."""
+_FORKS = ("fork_child", "execute_child", "_execute_child", "_make_spare")
+"""Functions of ours and of subprocess whose EAGAIN is of such a limit."""
 
 
-def lacks_files(error: BaseException | None) -> bool:
-    """Whether it comes of too few open files: EMFILE or ENFILE, also where another error was raised for it."""
+def remedy(error: BaseException | None) -> str:
+    """What to do about a limit of the system that an error comes of, also where another was raised for it.
+
+    Of open files (EMFILE, ENFILE), processes (EAGAIN of a fork) and threads (RuntimeError). Empty: it comes of neither.
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            return True
+            return MORE_FILES
+        if isinstance(error, BlockingIOError) and _raised_in(error) in _FORKS:
+            return MORE_PROCESSES
+        if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+            return MORE_PROCESSES
         error = error.__cause__ or error.__context__
-    return False
+    return ""
+
+
+def _raised_in(error: BaseException) -> str:
+    """The innermost Python function of its traceback."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else trace.tb_frame.f_code.co_name
 
 
 class ExitCode(enum.IntEnum):

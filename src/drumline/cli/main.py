@@ -95,7 +95,7 @@ def _main(given: list[str]) -> int:
     import errno
 
     from drumline.cli.args import Parser, parse
-    from drumline.errors import MORE_FILES, ConfigError, ExitCode, lacks_files
+    from drumline.errors import ConfigError, ExitCode, remedy
 
     parser = Parser(prog="drumline", description="Run one language model on many worker processes as if it were one.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
@@ -124,10 +124,12 @@ def _main(given: list[str]) -> int:
     except ConfigError as e:
         print(f"drumline {name}: error: {e}", file=sys.stderr)
         return ExitCode.USAGE
-    except OSError as e:
-        if lacks_files(e):
-            print(f"drumline {name}: error: {e.strerror}: {MORE_FILES}", file=sys.stderr)
+    except (OSError, RuntimeError) as e:
+        if advice := remedy(e):
+            print(f"drumline {name}: error: {getattr(e, 'strerror', None) or e}: {advice}", file=sys.stderr)
             return ExitCode.START_FAILED
+        if not isinstance(e, OSError):
+            raise
         if name == "serve" or e.filename is not None or e.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         return _lost_output(name, e)
@@ -152,7 +154,7 @@ def _unknown_command(name: str) -> str:
 
 
 def _serve(argv: Sequence[str]) -> int:
-    from drumline.errors import MORE_FILES, ConfigError, ExitCode, lacks_files
+    from drumline.errors import ConfigError, ExitCode, remedy
     from drumline.processes.logs import console_as_stderr
 
     with console_as_stderr():
@@ -160,8 +162,8 @@ def _serve(argv: Sequence[str]) -> int:
             code = _serve_on_console(argv)
         except ConfigError as e:  # as main does, but on a console that may be full
             print(f"drumline serve: error: {e}", file=sys.stderr)
-            if lacks_files(e):
-                print(MORE_FILES, file=sys.stderr)
+            if advice := remedy(e):
+                print(advice, file=sys.stderr)
                 return ExitCode.START_FAILED
             return ExitCode.USAGE
         finally:

@@ -34,7 +34,7 @@ from drumline.engine.protocol import (
     ToFront,
 )
 from drumline.engine.starts import StartMarks
-from drumline.errors import ChannelClosedError, EngineDeadError, FailureReport, StartupError
+from drumline.errors import ChannelClosedError, EngineDeadError, FailureReport, StartupError, remedy
 from drumline.executor import Executor
 from drumline.model.spec import preload_modules, read_spec
 from drumline.parallel.layout import device_index
@@ -495,7 +495,10 @@ class EngineProcesses:
             self.failure = report
         self._phase = "failed"
         self._on_failure(report)
-        threading.Thread(target=self.shutdown, name="drumline-cleanup", daemon=True).start()
+        try:
+            threading.Thread(target=self.shutdown, name="drumline-cleanup", daemon=True).start()
+        except RuntimeError as error:  # whoever waits for the engine shuts it down
+            log.warning("%s: %s", error, remedy(error))
 
     def _stop_report(self) -> FailureReport:
         return FailureReport(role=self._role, pid=os.getpid(), phase=self._phase, what="was shut down")

@@ -442,7 +442,10 @@ class Executor(ABC):
             for callback in callbacks:
                 callback(report)
 
-        threading.Thread(target=finish, name="drumline-failure", daemon=True).start()
+        try:
+            threading.Thread(target=finish, name="drumline-failure", daemon=True).start()
+        except RuntimeError:  # no more threads may be made; nothing in it takes long
+            finish()
 
     def _close_calls(self, report: FailureReport | None, error: Callable[[], DrumlineError]) -> None:  # noqa: B027
         """End all calls in flight, and later ones, with this error."""

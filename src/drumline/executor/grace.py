@@ -77,9 +77,9 @@ class Grace:
             self._open.append(_Question(call_id, report, carrier, time.monotonic() + self._grace_s))
             if self._running:
                 return
-            self._running = True
-            self._thread = threading.Thread(target=self._run, name="drumline-grace", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="drumline-grace", daemon=True)
+            thread.start()
+            self._running, self._thread = True, thread
 
     def join(self) -> None:
         """Wait until nothing looks at the progress words any more. ``closing`` is set."""

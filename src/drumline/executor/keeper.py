@@ -104,8 +104,9 @@ class Keeper:
         if self._thread is None:
             with self._start_lock:
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="drumline-keeper", daemon=True)
-                    self._thread.start()
+                    thread = threading.Thread(target=self._run, name="drumline-keeper", daemon=True)
+                    thread.start()
+                    self._thread = thread
 
     def _run(self) -> None:
         table = self._table

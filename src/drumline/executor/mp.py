@@ -24,6 +24,7 @@ may be taken while it is held, never the other way round. Both are held for mome
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -166,17 +167,13 @@ class MultiprocExecutor(Executor):
 
     def _make_channels(self) -> None:
         layout = SegmentLayout.of(self.world_size, self.process)
+        self._channels = contextlib.ExitStack()
+        """Closes what is made here, as far as it was."""
         self._segment = SharedMemory.create(layout.total_bytes, "drumline-executor")
-        self._worker_waiters: list[Waiter] = []
-        self._arena = None
-        self._cleanup.callback(self._close_channels)
-        if layout.arena is not None:
-            self._arena = create_arena("executor-arena", layout.arena.data_bytes, self.world_size)
-        self._cleanup.callback(lambda: self._table.keeper.join(CLOSE_WAIT_S))
-        self._table.keeper.start()
+        self._channels.callback(self._segment.close)
         buf = self._segment.buf
-        layout.init(buf)
         self._progress = layout.progress_of(buf)
+        self._channels.callback(self._progress.close)
         self._grace = Grace(
             self._progress,
             self.world_size,
@@ -185,16 +182,32 @@ class MultiprocExecutor(Executor):
             settle=self._table.settle,
             give_up=self._on_grace_over,
         )
+        self._answers: list[RingReader] = []
+        self._arena = None
+        self._cleanup.callback(self._close_channels)
+        if layout.arena is not None:
+            self._arena = create_arena("executor-arena", layout.arena.data_bytes, self.world_size)
+            self._channels.callback(self._arena.close)
+        self._cleanup.callback(lambda: self._table.keeper.join(CLOSE_WAIT_S))
+        self._cleanup.callback(self._table.close, None, self._ended)
+        self._table.keeper.start()
+        layout.init(buf)
         computing = 1 + self.parallel.local_devices
         self.waiter.share_cores(computing)
         self.waiter.rehearse(rehearse_answer(self.codec, self._decode_answer))
-        self._worker_waiters += [Waiter.create(f"worker-{rank}", computing) for rank in self._all_ranks]
-        self._bells = bells = [waiter.ringer(1) for waiter in self._worker_waiters]
+        self._worker_waiters, bells = [], []
+        for rank in self._all_ranks:
+            self._worker_waiters.append(Waiter.create(f"worker-{rank}", computing))
+            self._channels.callback(self._worker_waiters[rank].close)
+            bells.append(self._worker_waiters[rank].ringer(1))
+            self._channels.callback(bells[rank].close)
         names = [f"worker {rank}" for rank in self._all_ranks]
         arena = ArenaWriter(self._arena, names) if self._arena is not None else None
         self._calls = QueueWriter(RingWriter(layout.calls_of(buf), arena=arena), bells)
+        self._channels.callback(self._calls.close)
         self._answers = [RingReader(layout.answers_of(buf, rank), 0, bells[rank].ring) for rank in self._all_ranks]
         for reader in self._answers:
+            self._channels.callback(reader.close)
             reader.on_due = self.waiter.expect
 
     def _spawn_all(self, maker: ForkServer) -> None:
@@ -211,9 +224,10 @@ class MultiprocExecutor(Executor):
         )
         places = self._places(threads)
         rendezvous = create_rendezvous(self.world_size, tcp=self.platform.needs_tcp_store)
-        self._standings = Standings(rendezvous.memory, self.layout)
         arena_fds = (self._arena.fd,) if self._arena is not None else ()
         try:
+            self._standings = Standings(rendezvous.memory, self.layout)
+            self._channels.callback(self._standings.close)
             for rank in self._all_ranks:
                 local_rank = local_rank_of(self.parallel, rank)
                 device = self._device_text(local_rank)
@@ -602,20 +616,8 @@ class MultiprocExecutor(Executor):
     def _release_channels(self) -> None:
         with self._send_lock, self._table.lock:
             self._outbox.clear()
-            for reader in self._answers:
-                reader.close()
             self._answers = []
-            self._calls.close()
-            self._progress.close()
-            if self._standings is not None:
-                self._standings.close()
-            for bell in self._bells:
-                bell.close()
-            for waiter in self._worker_waiters:
-                waiter.close()
-            self._segment.close()
-            if self._arena is not None:
-                self._arena.close()
+            self._channels.close()
 
 
 def preload_of(process: ProcessConfig) -> tuple[str, ...]:

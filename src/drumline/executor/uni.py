@@ -103,8 +103,8 @@ class UniExecutor(Executor):
         self._started = threading.Event()
         self._start_failure: tuple[FailureReport, BaseException] | None = None
         self._thread = threading.Thread(target=self._run, name="drumline-worker", daemon=True)
-        self._thread.start()
         self._cleanup.callback(self._end_thread)
+        self._thread.start()
         self._started.wait()
         self._raise_start_failure()
 
@@ -381,7 +381,7 @@ class UniExecutor(Executor):
     def _end_thread(self) -> None:
         self._jobs.put(None)
         self._table.close(None, self._ended)
-        if self._thread is not threading.current_thread():
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * self.process.stop_timeout_s)
         if self._thread.is_alive():
             log.warning("the worker does not return from its call; it is left alone until this process ends")

@@ -284,8 +284,13 @@ class ForkServer:
             fresh=spec.fresh,
         )
         self.members[member.key] = member
-        with theirs, contextlib.suppress(ChannelClosedError, TimeoutError):  # the supervisor sees to both
-            self.conn.send(message, fds=[theirs.fileno(), *spec.fds], timeout_s=0.0)
+        try:
+            with theirs, contextlib.suppress(ChannelClosedError, TimeoutError):  # the supervisor sees to both
+                self.conn.send(message, fds=[theirs.fileno(), *spec.fds], timeout_s=0.0)
+        except BaseException:
+            del self.members[member.key]
+            member.conn.close()
+            raise
         return member
 
     def clear(self, timeout_s: float = 3.0) -> bool:

@@ -78,14 +78,22 @@ class Connection(Generic[In]):
         """Queue one frame and try to send everything that is queued.
 
         ``fds`` are duplicated, the caller keeps its own. ChannelClosedError if the other side is gone; TimeoutError if
-        it did not take everything in time (it stays queued).
+        it did not take everything in time (it stays queued); OSError if this process may open no more descriptors, and
+        nothing is queued.
         """
         if len(fds) > _MAX_FDS:
             raise ValueError(f"at most {_MAX_FDS} descriptors fit in one message, got {len(fds)}")
         body = encode(message)
         frame = memoryview(_HEADER.pack(len(body), len(fds)) + body)
         with self._lock:
-            self._out.append((frame, [os.dup(fd) for fd in fds]))
+            copies: list[int] = []
+            try:
+                for fd in fds:
+                    copies.append(os.dup(fd))
+            except OSError:
+                _close_all(copies)
+                raise
+            self._out.append((frame, copies))
             self._flush(time.monotonic() + timeout_s)
 
     def flush(self) -> None:

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from drumline.errors import CollectiveError, FailedError, FailureReport, RemoteCallError
+from drumline.errors import CollectiveError, FailedError, FailureReport, RemoteCallError, remedy
 from drumline.processes.logs import LAST_WORD_WAIT_S, ConsoleWriter
 
 NOTICE_SLACK_S = 0.1
@@ -66,7 +66,7 @@ def make_report(
         step=step,
         what="oom" if isinstance(error, MemoryError) else "exception",
         type=_type_name(error),
-        message=_message(error),
+        message="; ".join(filter(None, [_message(error), remedy(error)])),
         traceback=_traceback(error),
         log_file=log_file,
     )

@@ -101,7 +101,15 @@ class Supervisor:
         if forkserver is not None:
             self._claim(forkserver)
         self._thread = threading.Thread(target=self._run, name="drumline-supervisor", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            if forkserver is not None:
+                forkserver.claim(None)
+            self._selector.close()
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+            raise
 
     # ---- for callers ----
 

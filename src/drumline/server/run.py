@@ -40,7 +40,7 @@ from drumline.config import EngineConfig, ServerConfig
 from drumline.engine.checks import check_machine, check_model
 from drumline.engine.protocol import AsyncEngine, EngineInfo
 from drumline.engine.starts import FrontMarks
-from drumline.errors import MORE_FILES, ConfigError, DrumlineError, ExitCode, FailedError, FailureReport, lacks_files
+from drumline.errors import ConfigError, DrumlineError, ExitCode, FailedError, FailureReport, remedy
 from drumline.platforms import device_table
 from drumline.processes.logs import DATE_FORMAT, LOG_FORMAT, console_as_stderr
 from drumline.processes.titles import api_server_name, set_title
@@ -184,8 +184,8 @@ class Command:
             outcome = await self._until_the_end()
         except Exception as error:  # noqa: BLE001 - a fault of ours; the engine must be ended all the same
             outcome = Outcome(code=ExitCode.INTERNAL, message=traceback.format_exc())
-            if lacks_files(error):
-                outcome = Outcome(code=ExitCode.START_FAILED, message=f"{error}: {MORE_FILES}")
+            if advice := remedy(error):
+                outcome = Outcome(code=ExitCode.START_FAILED, message=f"drumline serve: error: {error}: {advice}")
         await self._end(outcome)
         self._http.stop()
         await serving
@@ -249,8 +249,8 @@ class Command:
                 return self._signalled()
             engine = await start
         except ConfigError as e:
-            if lacks_files(e):
-                return Outcome(code=ExitCode.START_FAILED, message=f"drumline serve: error: {e}; {MORE_FILES}")
+            if advice := remedy(e):
+                return Outcome(code=ExitCode.START_FAILED, message=f"drumline serve: error: {e}; {advice}")
             return Outcome(code=ExitCode.USAGE, message=f"drumline serve: error: {e}")
         except FailedError as e:
             return Outcome(code=ExitCode.START_FAILED, failure=e.report)

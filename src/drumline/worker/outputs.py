@@ -81,8 +81,9 @@ class OutputThread:
     def give(self, act: Callable[[BaseException | None], None]) -> None:
         """Call ``act(error)`` in the thread; ``error``: why the thread could not be prepared, if so."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="drumline-output", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="drumline-output", daemon=True)
+            thread.start()
+            self._thread = thread
         self._given += 1
         self._jobs.put(act)
 
