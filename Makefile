@@ -78,7 +78,7 @@ test-floor: dev
 
 matrix: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n $(JOBS) -m 'matrix or table' --junitxml=build/matrix.xml $(PYTEST_ARGS)
-	$(BIN)/python scripts/equality_table.py build/matrix.xml docs/equality.md
+	$(BIN)/python scripts/equality_table.py docs/equality.md build/matrix.xml
 
 chaos: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos $(PYTEST_ARGS)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """docs/equality.md from what the cells of tests/matrix/test_table.py recorded.
 
-usage: equality_table.py RESULTS.xml DOCUMENT.md
+usage: equality_table.py DOCUMENT.md RESULTS.xml [RESULTS.xml ...]
 
-RESULTS.xml: pytest's ``--junitxml``. Exits with 1, and writes nothing, if a cell failed or is missing, or if over all
-tests more than one sequence in a hundred was too close to call; of a run with no cell of the table it says so and
-leaves the document alone.
+RESULTS.xml: pytest's ``--junitxml``; of a cell that is in several the last one counts. Exits with 1, and writes
+nothing, if a cell failed or is missing, or if over all tests more than one sequence in a hundred was too close to call;
+of a run with no cell of the table it says so and leaves the document alone.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ NAMES = {
 }
 
 
-def main(results: Path, document: Path) -> int:
+def main(document: Path, results: list[Path]) -> int:
     """Exit status."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
-    failed, others = [], Counter[str]()
-    for case in ElementTree.parse(results).iter("testcase"):
+    outcomes: dict[tuple[str, str], str] = {}
+    others = Counter[str]()
+    for case in (case for path in results for case in ElementTree.parse(path).iter("testcase")):
         said = {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
         outcome = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
         if "row" not in said:
@@ -42,8 +43,7 @@ def main(results: Path, document: Path) -> int:
             others.update({name: int(said[name]) for name in ("equal", "excused") if name in said})
             continue
         cells[said["row"], said["column"]] = said
-        if outcome != "passed":
-            failed.append(f"{said['row']}, {said['column']}: {outcome}")
+        outcomes[said["row"], said["column"]] = outcome
     equal, excused = (others[name] + sum(int(c.get(name, 0)) for c in cells.values()) for name in ("equal", "excused"))
     print(f"{equal} sequences equal, {excused} excused")
     if excused > (equal + excused) / 100:
@@ -52,7 +52,9 @@ def main(results: Path, document: Path) -> int:
     if not cells:
         print("no cell of the table ran")
         return 0
-    rows, columns = list(dict.fromkeys(row for row, _ in cells)), list(dict.fromkeys(column for _, column in cells))
+    failed = [f"{row}, {column}: {outcomes[row, column]}" for row, column in cells if outcomes[row, column] != "passed"]
+    rows = [row for row in NAMES if any(row == found for found, _ in cells)]
+    columns = sorted({column for _, column in cells}, key=_place)
     missing = [f"{row}, {column}: did not run" for row in NAMES for column in columns if (row, column) not in cells]
     if failed or missing:
         print(*failed, *missing, sep="\n")
@@ -60,6 +62,16 @@ def main(results: Path, document: Path) -> int:
     document.write_text(text(cells, rows, columns, others), encoding="utf-8")
     print(f"{document}: {len(cells)} cells")
     return 0
+
+
+def _place(column: str) -> tuple[int, ...]:
+    """TP alone first, then with PP, experts, PCP, DCP."""
+    sizes = {name: int(size) for name, size in re.findall(r"(\w+) (\d+)", column)}
+    return tuple(sizes.get(name, 1) for name in ("DCP", "PCP", "DP")) + (
+        "EP" in column,
+        sizes.get("PP", 1),
+        sizes.get("TP", 1),
+    )
 
 
 def text(
@@ -112,4 +124,4 @@ def text(
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]]))
