@@ -67,11 +67,8 @@ def main(document: Path, results: list[Path]) -> int:
 def _place(column: str) -> tuple[int, ...]:
     """TP alone first, then with PP, experts, PCP, DCP."""
     sizes = {name: int(size) for name, size in re.findall(r"(\w+) (\d+)", column)}
-    return tuple(sizes.get(name, 1) for name in ("DCP", "PCP", "DP")) + (
-        "EP" in column,
-        sizes.get("PP", 1),
-        sizes.get("TP", 1),
-    )
+    inner = (sizes.get(name, 1) for name in ("DCP", "PCP", "DP"))
+    return (*inner, "EP" in column, sizes.get("PP", 1), sizes.get("TP", 1))
 
 
 def text(
