@@ -104,6 +104,8 @@ class CallTable:
         """Answers that each rank has still to give, those that nobody waits for included. Read with the lock held."""
         self.unsent = 0
         """Calls that wait for room. Written by whoever sends."""
+        self.next_id = 1
+        """Of the next call."""
         self.held = 0
         """Bytes of answers that nobody had taken when the last one came, at most (:meth:`recount`)."""
         self.looks = 0
@@ -112,7 +114,6 @@ class CallTable:
         self._drain = drain
         self._pump = pump
         self._look = look
-        self._next_id = 1
         self._open: dict[int, Call] = {}
         self._order: deque[Call] = deque()
         self._names = [""] * NAMES
@@ -163,9 +164,9 @@ class CallTable:
         with self.lock:
             if self._closed is not None or self._late:
                 self._check_open()
-            call_id = self._next_id
+            call_id = self.next_id
             call = Call(self, call_id, method, ranks, single, deadline, aggregators, expected_s)
-            self._next_id = call_id + 1
+            self.next_id = call_id + 1
             self._names[call_id % NAMES] = method
             self._open[call_id] = call
             self._order.append(call)
@@ -204,6 +205,30 @@ class CallTable:
             for rank in call.ranks:
                 self.owing[rank] -= 1
             if not call._done and error is not None:
+                call._fail(error)
+            self._advance()
+
+    def abandon(self, call: Call, error: BaseException) -> None:
+        """A call ends with ``error`` for its caller; ranks run it all the same, and their answers are dropped."""
+        with self.lock:
+            if not call._done:
+                self._ended_badly.add(call.id)
+                call._fail(error)
+            self._advance()
+
+    def forget(self, call_id: int, error: BaseException) -> None:
+        """:meth:`begin` of this call was interrupted, anywhere: it will not be sent.
+
+        ``owing`` stays, since nobody knows how far it was counted: too much there only costs a look for answers more,
+        too little would leave answers in the rings.
+        """
+        with self.lock:
+            call = self._open.get(call_id)
+            if call is None:
+                return
+            if call not in self._order:
+                self._order.append(call)
+            if not call._done:
                 call._fail(error)
             self._advance()
 
@@ -427,7 +452,7 @@ class CallTable:
 
     def name_of(self, call_id: int) -> str:
         """Method of a call, ended or not; empty: forgotten."""
-        return self._names[call_id % NAMES] if 0 <= self._next_id - call_id <= NAMES else ""
+        return self._names[call_id % NAMES] if 0 <= self.next_id - call_id <= NAMES else ""
 
     # The receiving side. The first two with the lock held by the caller.
 
@@ -456,6 +481,30 @@ class CallTable:
             call._missing -= 1
             if call._missing == 0:
                 self._advance()
+
+    def end_lost(self, before_id: int, ended: Sequence[int]) -> bool:
+        """End calls whose answers were taken out of their rings and lost. ``lock`` is held by the caller.
+
+        ``ended``: for each rank the last call that it has ended, and whose answer would have been taken in by now.
+        False: there are calls with ids below ``before_id`` of which that cannot be said yet.
+        """
+        sure = True
+        for call in self._order:
+            if call.id >= before_id:
+                break
+            if call._done or call._failures:
+                continue
+            missing = [rank for rank in call.ranks if rank not in call._answers]
+            lost = [rank for rank in missing if call.id <= ended[rank]]
+            if lost and call._broken is None:
+                ranks = ", ".join(map(str, lost))
+                call._broken = DrumlineError(
+                    f"answer of rank {ranks} to {call.method} lost: a signal handler raised while it was taken in"
+                )
+            call._missing = len(missing) - len(lost)
+            sure = sure and not call._missing
+        self._advance()
+        return sure
 
     def failed(self, call_id: int, report: FailureReport, owed_by: int | None = None) -> Call | None:
         """A rank failed in a call.
@@ -536,11 +585,11 @@ class CallTable:
             call = order[0]
             if not call._done and (call._missing or call._failures):
                 return
-            order.popleft()
-            del self._open[call.id]
-            self._completed += 1
             if not call._done:
                 call._complete()
+            self._open.pop(call.id, None)  # only now: a signal handler may raise anywhere, and whoever waits must not
+            order.popleft()
+            self._completed += 1
 
     def __len__(self) -> int:
         """Calls in flight."""

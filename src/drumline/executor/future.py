@@ -198,7 +198,7 @@ class Call:
         """All answers are here and nothing failed."""
         answers = self._answers
         if self._broken is not None:
-            self._error = self._broken
+            self._error = _raisable(self._broken)
             self._end()
             return
         try:
@@ -209,7 +209,11 @@ class Call:
             else:
                 self._value = [answers[rank] for rank in self.ranks]
         except Exception as exc:  # noqa: BLE001  an aggregator's own mistake is its caller's to see
+            self._error = _raisable(exc)
+        except BaseException as exc:  # of a signal handler, say: it goes on, and the call must end all the same
             self._error = exc
+            self._end()
+            raise
         self._end()
 
     def _fold(self, answers: dict[int, Any]) -> Any:
@@ -238,6 +242,15 @@ class Call:
         self._aggregators = ()
         if self._callbacks is not None:
             self._table.callbacks_due(self)
+
+
+def _raisable(error: BaseException) -> BaseException:
+    """``error``, or what stands for it: an ``await`` takes no StopIteration, which would mean its own end."""
+    if not isinstance(error, StopIteration):
+        return error
+    wrapped = RuntimeError(f"{type(error).__name__} was raised where the answers were put together")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def run_callback(callback: Callable[[Call], object], call: Call) -> None:

@@ -81,6 +81,10 @@ class Grace:
             thread.start()
             self._running, self._thread = True, thread
 
+    def has_heard_all(self) -> bool:
+        """Whether no failure is on its way that ranks have told of by now. Any thread."""
+        return not self._unheard()
+
     def join(self) -> None:
         """Wait until nothing looks at the progress words any more. ``closing`` is set."""
         with self._lock:

@@ -138,6 +138,8 @@ class MultiprocExecutor(Executor):
         self._send_lock = threading.Lock()
         self._outbox = Outbox(self.process.rpc_backlog_bytes, self.process.mq_largest_bytes)
         self._members: list[Member] = []
+        self._suspect = 0
+        """Calls with ids below may have lost an answer; 0: none has."""
         self._make_channels()
         self._method = choose(self.process.worker_start_method, numa=self.process.numa)
         maker = self._maker()
@@ -315,33 +317,51 @@ class MultiprocExecutor(Executor):
             ranks = self._one_rank[reply_rank]
             replying = reply_rank
         with self._send_lock:
-            call = table.begin(
-                method if isinstance(method, str) else method_name(method),
-                ranks,
-                single=reply_rank is not None or bool(aggregators),
-                deadline=deadline,
-                aggregators=aggregators,
-                expected_s=expected_s,
-                waits=not non_block,
-            )
-            if expected_s or (timeout is not None and timeout > self._watch.limit_s):
-                self._be_patient(call.id, call.method, timeout, expected_s)
-            self._send(call, message, replying, copy=non_block)
+            call, call_id, written = None, table.next_id, self._calls.written
+            try:
+                call = table.begin(
+                    method if isinstance(method, str) else method_name(method),
+                    ranks,
+                    single=reply_rank is not None or bool(aggregators),
+                    deadline=deadline,
+                    aggregators=aggregators,
+                    expected_s=expected_s,
+                    waits=not non_block,
+                )
+                if expected_s or (timeout is not None and timeout > self._watch.limit_s):
+                    self._be_patient(call.id, call.method, timeout, expected_s)
+                self._send(call, message, replying, copy=non_block)
+            except BaseException as exc:
+                self._take_back(call, call_id, written, exc)
+                raise
         return call if non_block else call.result()
 
     def _send(self, call: Call, encoded: EncodedCall, replying: int, *, copy: bool) -> None:
         """Into the ring, or into the outbox (``copy``: the caller may change the buffers). ``_send_lock`` is held."""
         parts, buffers = call_parts(encoded, call.id, replying), encoded[-1]
-        try:
-            if not self._outbox and self._sent_in_one_piece(parts, buffers):
-                return
-            self._outbox.put(call, parts, buffers, copy=copy)
-        except BaseException as exc:
-            self._table.withdraw(call, exc)
-            raise
+        if not self._outbox and self._sent_in_one_piece(parts, buffers):
+            return
         call.sent = False
+        self._outbox.put(call, parts, buffers, copy=copy)
         self._table.unsent = len(self._outbox)
         self._table.keeper.wake()
+
+    def _take_back(self, call: Call | None, call_id: int, written: int, error: BaseException) -> None:
+        """``collective_rpc`` raises instead of sending. A signal handler may raise anywhere, so also after the call was
+        written: then it is run and answered, and only its future has ended. ``_send_lock`` is held.
+
+        ``written``: slots of the ring that were, before.
+        """
+        if call is None:
+            self._table.forget(call_id, error)
+        elif self._calls.written != written:
+            self._table.abandon(call, error)
+        elif self._outbox.has(call):  # it has ended, so it is dropped there when its turn comes
+            self._table.abandon(call, error)
+            self._table.unsent = len(self._outbox)
+            self._table.keeper.wake()
+        else:
+            self._table.withdraw(call, error)
 
     def _sent_in_one_piece(self, parts: Sequence[Part], buffers: Sequence[Part]) -> bool:
         try:
@@ -532,16 +552,32 @@ class MultiprocExecutor(Executor):
     def _drain(self) -> None:
         """Take all answers that have arrived. The table's lock is held."""
         owing = self._table.owing
-        for rank, reader in enumerate(self._answers):
-            while owing[rank]:
-                found = reader.receive(self._decode_answer)
-                if found is None:
-                    break
-                call_id, size, value, error = found[0]
-                if error is None:
-                    self._table.answer(rank, call_id, value, size)
-                else:
-                    self._table.unreadable(rank, call_id, error)
+        try:
+            if self._suspect:
+                self._find_lost()
+            for rank, reader in enumerate(self._answers):
+                while owing[rank]:
+                    found = reader.receive(self._decode_answer)
+                    if found is None:
+                        break
+                    call_id, size, value, error = found[0]
+                    if error is None:
+                        self._table.answer(rank, call_id, value, size)
+                    else:
+                        self._table.unreadable(rank, call_id, error)
+        except BaseException:  # of a signal handler: an answer may be out of its ring and not in the table
+            self._suspect = self._table.next_id
+            raise
+
+    def _find_lost(self) -> None:
+        """After :meth:`_drain` was interrupted: end calls whose answers were lost, or all later ones would wait for
+        them. An answer is lost if its rank has ended the call, its ring is empty and no failure is on its way."""
+        suspect, self._suspect = self._suspect, 0
+        ended = self._progress.ended()
+        all_heard = self._grace.has_heard_all()
+        self._drain()
+        if not self._table.end_lost(suspect, ended if all_heard else [0] * self.world_size):
+            self._suspect = max(self._suspect, suspect)
 
     def _decode_answer(
         self, _: int, data: memoryview, buffers: Sequence[memoryview]

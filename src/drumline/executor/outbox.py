@@ -29,11 +29,18 @@ class Unsent:
         self._buffers = buffers
         self._sending: Sending | None = None
         self._arena_until = 0.0
+        self._sent = False
 
     def go_on(self, queue: QueueWriter, arena_bytes: int, now: float) -> bool:
         """Send as much as there is room for. True: it is sent. False: the writer's waiter will be rung."""
         if self.size <= queue.largest_message // 4:
-            return queue.try_write(self._parts, 0, self._buffers)
+            before = queue.written
+            try:
+                self._sent = self._sent or queue.try_write(self._parts, 0, self._buffers)
+            except BaseException:  # of a signal handler, perhaps after it was written: it must not be sent twice
+                self._sent = queue.written != before
+                raise
+            return self._sent
         sending = self._sending
         if sending is None:
             sending = self._sending = queue.start(self._parts, 0, self._buffers)
@@ -76,6 +83,10 @@ class Outbox:
     def first(self) -> Unsent:
         """The one that has waited longest."""
         return self._calls[0]
+
+    def has(self, call: Call) -> bool:
+        """Whether this call is the newest one here."""
+        return bool(self._calls) and self._calls[-1].call is call
 
     def drop_first(self) -> None:
         """It was sent, or has ended."""

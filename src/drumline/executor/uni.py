@@ -143,17 +143,26 @@ class UniExecutor(Executor):
         single = reply_rank is not None or bool(aggregators)
         own = rank_args[0] if rank_args is not None else ()
         with self._send_lock:
-            call = self._table.begin(
-                method_name(method),
-                (0,),
-                single=single,
-                deadline=deadline,
-                aggregators=aggregators,
-                expected_s=expected_s,
-            )
-            if expected_s or timeout is not None:
-                self._be_patient(call.id, call.method, timeout, expected_s)
-            self._jobs.put((call, method, (*args, *own), kwargs or {}))
+            call, call_id = None, self._table.next_id
+            try:
+                call = self._table.begin(
+                    method_name(method),
+                    (0,),
+                    single=single,
+                    deadline=deadline,
+                    aggregators=aggregators,
+                    expected_s=expected_s,
+                )
+                if expected_s or timeout is not None:
+                    self._be_patient(call.id, call.method, timeout, expected_s)
+                self._jobs.put((call, method, (*args, *own), kwargs or {}))
+            except BaseException as exc:  # a signal handler may raise anywhere
+                if call is None:
+                    self._table.forget(call_id, exc)
+                else:
+                    self._table.abandon(call, exc)
+                    self._jobs.put((call, _nothing, (), {}))  # it is owed an answer; skipped if it is queued already
+                raise
         return call if non_block else call.result()
 
     # Steps in the caller's thread.
@@ -307,6 +316,8 @@ class UniExecutor(Executor):
         job = self._jobs.get()
         if job is None:
             return False
+        if job[0].id <= self._begun[0]:  # queued twice
+            return True
         with self._worker_lock:
             self._call(worker, *job)
         return True
@@ -325,8 +336,11 @@ class UniExecutor(Executor):
         self._ended_id = call.id
 
     def _answer(self, call: Call, value: Any) -> None:
-        with self._table.lock:
-            self._table.answer(0, call.id, value)
+        try:
+            with self._table.lock:
+                self._table.answer(0, call.id, value)
+        except BaseException:  # an aggregator's SystemExit, say: its call has ended with it, this thread goes on
+            log.exception("an aggregator of call %d (%s) failed", call.id, call.method)
         self.waiter.ring()
 
     def _finish(self, call: Call, args: tuple[Any, ...], value: Any, error: BaseException | None) -> None:
@@ -388,6 +402,10 @@ class UniExecutor(Executor):
         elif not self._outputs.stop(self.process.stop_timeout_s):
             log.warning("an output does not get finished; it is left alone until this process ends")
         self._table.keeper.join(CLOSE_WAIT_S)
+
+
+def _nothing(worker: Any) -> None:
+    """Run instead of a call that was interrupted before it was queued."""
 
 
 class _StepHere:
