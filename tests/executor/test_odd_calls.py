@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
@@ -84,6 +85,16 @@ def test_endless_timeouts(executor: Executor, timeout: float) -> None:
         ({"args": 5}, "args"),
         ({"args": "ab"}, "args"),
         ({"kwargs": [1]}, "kwargs"),
+        ({"expected_s": "60"}, "expected_s"),
+        ({"expected_s": None}, "expected_s"),
+        ({"expected_s": math.nan}, "expected_s"),
+        ({"expected_s": -1}, "expected_s"),
+        ({"expected_s": 10**400}, "expected_s"),
+        ({"expected_s": True}, "expected_s"),
+        ({"aggregators": 5}, "aggregators"),
+        ({"aggregators": [5]}, "aggregators"),
+        ({"aggregators": "ab"}, "aggregators"),
+        ({"aggregators": None}, "aggregators"),
     ],
 )
 def test_arguments_that_are_none(executor: Executor, arguments: dict[str, Any], said: str) -> None:
@@ -102,6 +113,50 @@ class Folding:
         return self.act()
 
     def failed(self, outputs: Mapping[int, Any], report: FailureReport) -> None: ...
+
+
+def test_one_aggregator_instead_of_several(executor: Executor) -> None:
+    one: Any = Folding(lambda: None)
+    for method in ("echo", "raise_on"):
+        with pytest.raises(ValueError, match="aggregators"):
+            executor.collective_rpc(method, (0,), aggregators=one, timeout=5)
+    with pytest.raises(RemoteCallError, match="boom"):
+        executor.collective_rpc("raise_on", (0,), timeout=10)
+    assert len(executor.collective_rpc("echo", expected_s=60, timeout=10)) == executor.world_size
+
+
+def test_awaiting_a_call_whose_aggregator_raises_stop_iteration(executor: Executor) -> None:
+    def stop() -> None:
+        raise StopIteration(5)
+
+    async def awaiting() -> Any:
+        return await executor.collective_rpc("echo", aggregators=[Folding(stop)], timeout=20, non_block=True)
+
+    with pytest.raises(RuntimeError, match="StopIteration") as caught:
+        asyncio.run(awaiting())
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
+def test_a_failure_that_cannot_be_settled(make: Callable[..., Executor], caplog: pytest.LogCaptureFixture) -> None:
+    executor = make("mp", 2)
+    grace: Any = executor._grace  # type: ignore[attr-defined]
+    settle, left = grace._settle, [None]
+
+    def broken(call: Any) -> None:
+        if left:
+            left.pop()
+            raise TypeError("odd")
+        settle(call)
+
+    grace._settle = broken
+    lost = executor.collective_rpc("raise_on", (0,), non_block=True)
+    with pytest.raises(TimeoutError):
+        lost.result(1)
+    assert "could not be settled" in caplog.text
+    lost.cancel()
+    with pytest.raises(RemoteCallError, match="boom"):
+        executor.collective_rpc("raise_on", (0,), timeout=10)
+    assert len(executor.collective_rpc("echo", timeout=10)) == executor.world_size
 
 
 def test_an_aggregator_that_calls_its_executor_is_told(executor: Executor) -> None:

@@ -465,8 +465,14 @@ class Executor(ABC):
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
         rank_args: Sequence[Sequence[Any]] | None,
+        aggregators: Sequence[Aggregator] = (),
+        expected_s: float = 0.0,
     ) -> int | None:
         """``reply_rank`` as an int; ValueError if anything is not what :meth:`collective_rpc` takes."""
+        if type(expected_s) is not float or not expected_s >= 0.0:
+            _check_expected(expected_s)
+        if type(aggregators) is not tuple or aggregators:
+            _check_aggregators(aggregators)
         if type(args) is not tuple and (not isinstance(args, Sequence) or isinstance(args, str)):
             raise ValueError(f"args must be a tuple or list of positional arguments, not {args!r}")
         if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -565,6 +571,25 @@ def _check_class(found: Any) -> type[Executor]:
     if not (isinstance(found, type) and issubclass(found, Executor)):
         raise TypeError(f"distributed_executor_backend must be a subclass of Executor. Got {found!r}")
     return found
+
+
+def _check_expected(expected_s: Any) -> None:
+    """ValueError if it is no number of seconds."""
+    try:
+        good = not isinstance(expected_s, bool | str) and float(expected_s) >= 0.0
+    except (TypeError, ValueError, OverflowError):
+        good = False
+    if not good:
+        raise ValueError(f"expected_s must be a number of seconds, 0 or more (math.inf: no limit), not {expected_s!r}")
+
+
+def _check_aggregators(aggregators: Any) -> None:
+    """ValueError if it is no sequence of aggregators."""
+    if not isinstance(aggregators, Sequence) or isinstance(aggregators, str):
+        raise ValueError(f"aggregators must be a tuple or list of objects with aggregate(), not {aggregators!r}")
+    for one in aggregators:
+        if not callable(getattr(one, "aggregate", None)):
+            raise ValueError(f"aggregators must be objects with aggregate(outputs, output_rank), not {one!r}")
 
 
 def method_name(method: Method) -> str:

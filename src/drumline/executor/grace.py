@@ -12,6 +12,7 @@ nothing at every step.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from drumline.errors import FailureReport
 from drumline.executor.future import Call
 from drumline.worker.segment import Progress
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.005
 """How often the progress words are looked at."""
@@ -99,16 +102,25 @@ class Grace:
                     self._running = False
                     return
                 question = self._open[0]
-            late = self._wait(question)
-            if self._closing.is_set():
-                return
-            if late:
-                self._give_up(question.report, late)
-                return
-            if question.carrier is not None:
-                self._settle(question.carrier)
+            try:
+                if self._answer(question):
+                    return
+            except Exception:  # this thread is the only one: later failures would never be settled
+                log.exception("a failure of call %d could not be settled", question.call_id)
             with self._lock:
                 del self._open[0]
+
+    def _answer(self, question: _Question) -> bool:
+        """Find out, and see to it. True: it is all over with this executor."""
+        late = self._wait(question)
+        if self._closing.is_set():
+            return True
+        if late:
+            self._give_up(question.report, late)
+            return True
+        if question.carrier is not None:
+            self._settle(question.carrier)
+        return False
 
     def _wait(self, question: _Question) -> list[int]:
         """Ranks that have not ended the call when the grace is over, if any."""

@@ -305,7 +305,7 @@ class MultiprocExecutor(Executor):
         table = self._table
         if table._aggregator_thread is not None:
             table.refuse_aggregator()
-        reply_rank = self._check_call(reply_rank, args, kwargs, rank_args)
+        reply_rank = self._check_call(reply_rank, args, kwargs, rank_args, aggregators, expected_s)
         if non_block and self._outbox.past_limit(table.held):
             self._refuse_backlog(method)
         deadline = None if timeout is None else deadline_after(timeout)

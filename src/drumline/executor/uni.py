@@ -138,7 +138,7 @@ class UniExecutor(Executor):
         """See :meth:`Executor.collective_rpc`."""
         self._raise_if_failed()
         self._table.refuse_aggregator()
-        reply_rank = self._check_call(reply_rank, args, kwargs, rank_args)
+        reply_rank = self._check_call(reply_rank, args, kwargs, rank_args, aggregators, expected_s)
         deadline = deadline_after(timeout)
         single = reply_rank is not None or bool(aggregators)
         own = rank_args[0] if rank_args is not None else ()
