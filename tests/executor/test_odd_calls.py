@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from drumline.errors import DrumlineError, FailureReport, RemoteCallError
+from drumline.errors import DrumlineError, FailureReport, RemoteCallError, WorkerCallError
 from drumline.executor import Executor
 from tests.executor.workers import Plain
 
@@ -113,6 +113,76 @@ class Folding:
         return self.act()
 
     def failed(self, outputs: Mapping[int, Any], report: FailureReport) -> None: ...
+
+
+class OwnError(BaseException): ...
+
+
+@pytest.mark.parametrize(
+    "error",
+    [asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, StopIteration, OwnError],
+    ids=lambda e: e.__name__,
+)
+def test_whatever_a_method_raises_is_its_calls_failure(executor: Executor, error: type[BaseException]) -> None:
+    def function(worker: Plain) -> None:
+        raise error("odd")
+
+    with pytest.raises(WorkerCallError, match="odd") as caught:
+        executor.collective_rpc(function, timeout=20)
+    assert error.__name__ in caught.value.type_name
+    assert len(executor.collective_rpc("echo", timeout=20)) == executor.world_size
+
+
+class Unloadable:
+    """Raises no Exception where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("raise KeyboardInterrupt('unpickled')",)
+
+
+def test_arguments_that_raise_where_they_are_decoded(make: Callable[..., Executor]) -> None:
+    executor = make("mp", 2)
+    with pytest.raises(WorkerCallError, match="unpickled"):
+        executor.collective_rpc("echo", (Unloadable(),), timeout=20)
+    assert len(executor.collective_rpc("echo", timeout=20)) == 2
+
+
+def text_of_an_odd_class(worker: Plain) -> None:
+    class OddText(str):
+        def __len__(self) -> int:
+            raise KeyError("len")
+
+        def __getitem__(self, key: Any) -> str:
+            return self
+
+        def encode(self, *args: Any) -> bytes:
+            raise OSError
+
+    class OddError(Exception):
+        def __str__(self) -> str:
+            return OddText("odd text")
+
+    raise OddError
+
+
+def name_of_an_odd_class(worker: Plain) -> None:
+    class Odd(type):
+        def __getattribute__(cls, name: str) -> Any:
+            if name == "__qualname__":
+                raise OSError
+            return super().__getattribute__(name)
+
+    class OddError(Exception, metaclass=Odd): ...
+
+    raise OddError
+
+
+@pytest.mark.parametrize(("function", "said"), [(text_of_an_odd_class, "odd text"), (name_of_an_odd_class, "OSError")])
+def test_exceptions_of_odd_classes(make: Callable[..., Executor], function: Any, said: str) -> None:
+    executor = make("mp", 2)
+    with pytest.raises(WorkerCallError, match=said):
+        executor.collective_rpc(function, timeout=20)
+    assert len(executor.collective_rpc("echo", timeout=20)) == 2
 
 
 def test_one_aggregator_instead_of_several(executor: Executor) -> None:

@@ -81,7 +81,7 @@ def _type_name(error: BaseException) -> str:
 
 def _message(error: BaseException) -> str:
     try:
-        return _cut(str(error), _MESSAGE_CHARS)
+        return _cut(str.__str__(str(error)), _MESSAGE_CHARS)  # a str itself: __str__ may give a subclass
     except Exception as broken:  # noqa: BLE001 (any class may have a broken __str__)
         return f"(its text cannot be made: {type(broken).__name__})"
 

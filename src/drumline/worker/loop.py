@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from drumline.errors import FailureReport, MessageTooLargeError, RPCTimeoutError
+from drumline.processes.child import StopRequested
 from drumline.processes.reports import span
 from drumline.transport.broadcast import QueueWriter
 from drumline.transport.codec import CodecRegistry
@@ -48,6 +49,10 @@ WARM_UP = "compile_or_warm_up_model"
 
 class WorkerStop(BaseException):
     """Ends the loop: asked for by the owner or by SIGTERM. Nothing that a worker does may catch it."""
+
+
+LEAVES = (WorkerStop, SystemExit, StopRequested)
+"""What a call may raise to end the process; everything else is a failure of the call."""
 
 
 class Interruptible(Protocol):
@@ -138,24 +143,28 @@ class WorkerLoop:
         if found is None:
             return
         head, request = found[0]
-        if isinstance(request, Exception):
+        if isinstance(request, BaseException):
             self._fail(_Done(head, "decoding a call", None), request)
             self._end(head.call_id)
         else:
             self._run(head, request)
 
-    def _next(self) -> tuple[tuple[CallHead, Request | Exception]] | None:
+    def _next(self) -> tuple[tuple[CallHead, Request | BaseException]] | None:
         if self._stopping():
             raise WorkerStop
         return self._calls.receive(self._decode)
 
-    def _decode(self, _: int, data: memoryview, buffers: Sequence[memoryview]) -> tuple[CallHead, Request | Exception]:
+    def _decode(
+        self, _: int, data: memoryview, buffers: Sequence[memoryview]
+    ) -> tuple[CallHead, Request | BaseException]:
         """A call, or what was raised while it was decoded, which is a failure of it like any other."""
         head = read_head(data)
         self._progress.begin(self._rank, head[0])
         try:
             return head, self._decoder.decode(head, data, buffers)
-        except Exception as exc:  # noqa: BLE001
+        except LEAVES:
+            raise
+        except BaseException as exc:  # noqa: BLE001
             return head, exc
 
     def _run(self, head: CallHead, request: Request) -> None:
@@ -179,7 +188,9 @@ class WorkerLoop:
                 self._give(_Done(head, *name_and_step(method, args)), value)
             else:
                 self._answer(head, request, value)
-        except Exception as exc:  # noqa: BLE001  whatever a call raises is reported, and the loop goes on
+        except LEAVES:
+            raise
+        except BaseException as exc:  # noqa: BLE001  whatever else a call raises is reported, and the loop goes on
             self._fail(_Done(head, *name_and_step(method, args)), exc)
             self._end(call_id)
 
@@ -266,7 +277,11 @@ class WorkerLoop:
         """Either thread."""
         head = done.head
         owed = head.reply_rank in (self._rank, ALL_RANKS)
-        report = self._make_report(exc, done.name, done.step)
+        try:
+            report = self._make_report(exc, done.name, done.step)
+        except Exception as broken:  # noqa: BLE001  an exception's class can be as odd as it likes
+            error = RuntimeError(f"no report can be made of what was raised: {type(broken).__name__}")
+            report = self._make_report(error, done.name, done.step)
         with self._fail_lock:
             self._progress.count_failure(self._rank)
         self._send_failure(CallFailed(head.call_id, owed, report))
