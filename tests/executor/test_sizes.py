@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drumline.errors import RPCTimeoutError
+from drumline.errors import MessageTooLargeError, RPCTimeoutError, WorkerCallError
 from drumline.executor import Executor
 from tests.executor.conftest import Make
 
@@ -98,3 +98,18 @@ def test_shutdown_while_a_large_call_is_on_its_way(make: Make) -> None:
     future = executor.collective_rpc("note", ([bytes(1_000_000)],), non_block=True)
     executor.shutdown()
     assert future.exception() is not None
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_the_limit_holds_for_what_would_fit(make: Make, array: bool) -> None:
+    executor = make("mp", 2, mq_largest_bytes=100_000)
+    for size in (100_000, 2_000_000, 30_000_000):
+        data: Any = np.zeros(size, np.uint8) if array else bytes(size)
+        for non_block in (False, True):
+            with pytest.raises(MessageTooLargeError, match="--mq-largest-bytes"):
+                executor.collective_rpc("note", (data,), non_block=non_block, timeout=10)
+    assert executor.collective_rpc("get_seen", timeout=10) == [[], []]
+    assert executor.collective_rpc(digest, (bytes(90_000),), timeout=10)[0] == digest(None, bytes(90_000))
+    with pytest.raises(WorkerCallError, match="bytes, and the limit is 100000"):
+        executor.collective_rpc("big", (100_000,), timeout=10)
+    assert [len(answer) for answer in executor.collective_rpc("big", (90_000,), timeout=10)] == [90_000, 90_000]

@@ -206,6 +206,8 @@ class MultiprocExecutor(Executor):
         names = [f"worker {rank}" for rank in self._all_ranks]
         arena = ArenaWriter(self._arena, names) if self._arena is not None else None
         self._calls = QueueWriter(RingWriter(layout.calls_of(buf), arena=arena), bells)
+        self._measured = self.process.mq_largest_bytes < layout.calls.total_bytes + self.process.mq_arena_bytes
+        """What fits into ring and arena may be larger than a call may be."""
         self._channels.callback(self._calls.close)
         self._answers = [RingReader(layout.answers_of(buf, rank), 0, bells[rank].ring) for rank in self._all_ranks]
         for reader in self._answers:
@@ -339,6 +341,8 @@ class MultiprocExecutor(Executor):
     def _send(self, call: Call, encoded: EncodedCall, replying: int, *, copy: bool) -> None:
         """Into the ring, or into the outbox (``copy``: the caller may change the buffers). ``_send_lock`` is held."""
         parts, buffers = call_parts(encoded, call.id, replying), encoded[-1]
+        if self._measured:
+            self._outbox.check(parts, buffers)
         if not self._outbox and self._sent_in_one_piece(parts, buffers):
             return
         call.sent = False

@@ -13,6 +13,7 @@ from drumline.errors import MessageTooLargeError
 from drumline.executor.future import Call
 from drumline.transport import Part, QueueWriter
 from drumline.transport.broadcast import Sending
+from drumline.transport.records import bytes_of
 
 PATIENCE_S = 0.05
 """How long a large call waits for room in the arena before it goes through the ring."""
@@ -66,15 +67,20 @@ class Outbox:
         self._largest = largest
         self._calls: deque[Unsent] = deque()
 
+    def check(self, parts: Sequence[Part], buffers: Sequence[Part]) -> int:
+        """Bytes of a call. MessageTooLargeError if it is larger than any call may be."""
+        size = bytes_of(parts) + bytes_of(buffers)
+        if size > self._largest:
+            raise MessageTooLargeError(f"a call of {size} bytes, and the limit is {self._largest} (--mq-largest-bytes)")
+        return size
+
     def put(self, call: Call, parts: Sequence[Part], buffers: Sequence[Part], *, copy: bool) -> None:
         """Behind all others. MessageTooLargeError if it is larger than any call may be.
 
         ``copy``: the owner of the buffers may change them, since nobody waits until the call is sent.
         """
+        size = self.check(parts, buffers)
         data = b"".join(parts)
-        size = len(data) + sum(buffer.nbytes if isinstance(buffer, memoryview) else len(buffer) for buffer in buffers)
-        if size > self._largest:
-            raise MessageTooLargeError(f"a call of {size} bytes, and the limit is {self._largest} (--mq-largest-bytes)")
         if copy:
             buffers = [bytes(buffer) for buffer in buffers]
         self.bytes += size

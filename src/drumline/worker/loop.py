@@ -28,6 +28,7 @@ from drumline.processes.child import StopRequested
 from drumline.processes.reports import span
 from drumline.transport.broadcast import QueueWriter
 from drumline.transport.codec import CodecRegistry
+from drumline.transport.records import bytes_of
 from drumline.transport.ring import RingReader
 from drumline.transport.waiter import Waiter
 from drumline.worker.garbage import Garbage
@@ -70,6 +71,8 @@ class Channels:
     progress: Progress
     waiter: Waiter
     codec: CodecRegistry
+    measured: bool = False
+    """What fits into the answer ring may be larger than an answer may be."""
 
 
 class WorkerLoop:
@@ -109,6 +112,7 @@ class WorkerLoop:
         self._progress = channels.progress
         self._waiter = channels.waiter
         self._codec = channels.codec
+        self._measured = channels.measured
         self._decoder = CallDecoder(channels.codec, rank)
         self._stopping = stopping
         self._make_report = make_report
@@ -199,6 +203,9 @@ class WorkerLoop:
         next call may change what was returned."""
         call_id = head[0]
         parts, buffers = encode_answer(self._codec, call_id, value)
+        if self._measured and (size := bytes_of(parts) + bytes_of(buffers)) > self._answers.largest_message:
+            largest = self._answers.largest_message
+            raise MessageTooLargeError(f"an answer of {size} bytes, and the limit is {largest} (--mq-largest-bytes)")
         self._progress.beat(self._rank, call_id, SERIALISED)
         if self._outputs.idle and self._sent_in_one_piece(parts, buffers):
             self._progress.end(self._rank, call_id)

@@ -87,6 +87,7 @@ class WorkerProcess:
             progress=layout.progress_of(buf),
             waiter=Waiter.attach(own_bell_fd),
             codec=make_codec(),
+            measured=self._task.config.process.mq_largest_bytes < layout.answers.total_bytes,
         )
         channels.calls.on_due = channels.waiter.expect
         return channels, tuple(rest)
