@@ -400,3 +400,29 @@ def test_a_shared_waiter_and_phases(make: Make) -> None:
 def test_names(make: Make) -> None:
     names = [state.name for state in make().workers()]
     assert names == ["Worker_TP0", "Worker_TP1", "Worker_TP2"]
+
+
+def test_a_failure_callback_that_raises_stops_no_other(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    executor = make("mp", 2)
+    told: list[FailureReport] = []
+
+    def broken(report: FailureReport) -> None:
+        raise ValueError("odd callback")
+
+    for callback in (told.append, broken, told.append):
+        executor.register_failure_callback(callback)
+    os.kill(executor.workers()[0].pid, signal.SIGKILL)
+    wait_until(lambda: len(told) == 2)
+    assert "a failure callback failed" in caplog.text
+
+
+def test_questions_after_the_shutdown(make: Make, backend: str) -> None:
+    executor = make(backend)
+    executor.shutdown()
+    assert executor.busy_ns() == []
+    assert {state.phase for state in executor.workers()} == {"ended"}
+    if backend == "mp":
+        with pytest.raises(ExecutorFailedError, match="was shut down"):
+            executor.live_report()
+    with pytest.raises(ExecutorFailedError, match="was shut down"):
+        executor.check_health()

@@ -55,6 +55,16 @@ Method = str | Callable[..., Any]
 _running: weakref.WeakSet[Executor] = weakref.WeakSet()
 
 
+def _leave_to_parent() -> None:
+    """In a forked child: its copies of executors are none. The workers, queues and threads are the parent's."""
+    for executor in list(_running):
+        executor._after_fork()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerState:
     """One worker, as the process table shows it."""
@@ -131,6 +141,8 @@ class Executor(ABC):
         self._patience: dict[int, float] = {}
         self._state_lock = threading.Lock()
         self._stopping = False
+        self._forked = False
+        """This is a forked child's copy."""
         self._cleanup = ExitStack()
         self._closing = threading.Event()
         self._stopped = threading.Event()
@@ -387,7 +399,7 @@ class Executor(ABC):
     def live_report(self, cause: str = "asked for") -> LiveReport:
         """What every worker is doing now, with the stacks of all its threads. Disturbs nobody; takes up to a second.
 
-        Any thread but a callback's.
+        Any thread but a callback's. ExecutorFailedError after the shutdown (``mp``), and in a forked child.
         """
         return LiveReport(
             cause=cause,
@@ -440,12 +452,25 @@ class Executor(ABC):
         def finish() -> None:
             self._kill()
             for callback in callbacks:
-                callback(report)
+                try:
+                    callback(report)
+                except Exception:  # the others are to be told all the same
+                    log.exception("a failure callback failed")
 
         try:
             threading.Thread(target=finish, name="drumline-failure", daemon=True).start()
         except RuntimeError:  # no more threads may be made; nothing in it takes long
             finish()
+
+    def _after_fork(self) -> None:
+        """In a forked child: every call raises from now on, and ``shutdown`` does nothing. No lock of before may be
+        taken: a thread that the child does not have may hold it."""
+        self._forked = self._stopping = True
+        self._failure = None
+        self._state_lock = threading.Lock()
+        self._closing, self._stopped = threading.Event(), threading.Event()
+        self._closing.set()
+        self._stopped.set()
 
     def _close_calls(self, report: FailureReport | None, error: Callable[[], DrumlineError]) -> None:  # noqa: B027
         """End all calls in flight, and later ones, with this error."""
@@ -494,8 +519,11 @@ class Executor(ABC):
         return int(reply_rank)
 
     def _ended(self) -> ExecutorFailedError:
-        """What calls raise after shutdown."""
-        report = FailureReport(role="Executor", pid=os.getpid(), what="was shut down", time=time.time())
+        """What calls raise after shutdown, and in a forked child."""
+        what = "was shut down"
+        if self._forked:
+            what = "is that of the parent process: a forked child has no executor, make a new one there"
+        report = FailureReport(role="Executor", pid=os.getpid(), what=what, time=time.time())
         return ExecutorFailedError(report)
 
     def shutdown(self) -> None:

@@ -578,6 +578,20 @@ class CallTable:
         self._waiter.ring()
         self.keeper.wake()
 
+    def after_fork(self, make_error: Callable[[], DrumlineError]) -> None:
+        """In a forked child: the calls are the parent's. Futures end here with an error, and no answer is taken."""
+        self.lock = threading.Lock()  # the old one may be held by a thread that is not here
+        self._closed = make_error
+        self._aggregator_thread = None
+        self.owing = [0] * len(self.owing)
+        self.unsent = 0
+        for call in self._open.values():
+            if not call._done:
+                call._callbacks, call._error, call._done = None, make_error(), True
+        self._order.clear()
+        self._open.clear()
+        self._due.clear()
+
     def _advance(self) -> None:
         """Complete the oldest calls whose answers are all here. ``lock`` is held."""
         order = self._order

@@ -284,7 +284,9 @@ class MultiprocExecutor(Executor):
 
     def workers(self) -> list[WorkerState]:
         """All workers in rank order."""
-        return [state_of(member) for member in self._members]
+        over = self._stopped.is_set()
+        states = [(state_of(member), over or member.state is State.GONE) for member in self._members]
+        return [replace(state, phase="ended") if ended else state for state, ended in states]
 
     # Calls.
 
@@ -498,7 +500,14 @@ class MultiprocExecutor(Executor):
     def live_report(self, cause: str = "asked for") -> LiveReport:
         """See :meth:`Executor.live_report`. Of ranks that go on, the one that others wait for is another one each
         moment: nobody is called odd, unless a process is stopped or gone."""
-        return self._live_report(cause, stalled=bool(self._stall))
+        if self._forked:
+            raise self._ended()
+        try:
+            return self._live_report(cause, stalled=bool(self._stall))
+        except ValueError:  # the memory shared with the workers was let go of
+            if not self._stopping:
+                raise
+            raise self._ended() from None
 
     def _live_report(self, cause: str, *, stalled: bool) -> LiveReport:
         members = self._members
@@ -627,10 +636,18 @@ class MultiprocExecutor(Executor):
         self._fail(report, f"Ranks that did not end the call within {grace:g} s of its failure: {ranks}.")
 
     def busy_ns(self) -> list[int]:
-        """Read from shared memory."""
-        return self._progress.busy()
+        """Read from shared memory; empty after the shutdown."""
+        try:
+            return self._progress.busy()
+        except ValueError:  # it was let go of
+            return []
 
     # Failure and end.
+
+    def _after_fork(self) -> None:
+        super()._after_fork()
+        if "_table" in self.__dict__:  # else the fork was in the middle of the start
+            self._table.after_fork(self._ended)
 
     def _close_calls(self, report: FailureReport | None, error: Callable[[], DrumlineError]) -> None:
         self._table.close(report, error)

@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -120,7 +121,7 @@ class UniExecutor(Executor):
 
     def workers(self) -> list[WorkerState]:
         """The one worker; it has this process's pid."""
-        return [self._state]
+        return [replace(self._state, phase="ended") if self._stopped.is_set() else self._state]
 
     def collective_rpc(
         self,
@@ -269,6 +270,8 @@ class UniExecutor(Executor):
 
     def live_report(self, cause: str = "asked for") -> LiveReport:
         """See :meth:`Executor.live_report`. The worker is a thread of this process."""
+        if self._forked:
+            raise self._ended()
         process = look_at(self._name, os.getpid(), rank=0, doing=self._now_doing())
         process.stacks = own_stacks()
         return LiveReport(cause=cause, processes=[process])
@@ -288,6 +291,11 @@ class UniExecutor(Executor):
             stacks=live.text(),
             stacks_file=live.file,
         )
+
+    def _after_fork(self) -> None:
+        super()._after_fork()
+        if "_table" in self.__dict__:  # else the fork was in the middle of the start
+            self._table.after_fork(self._ended)
 
     def _close_calls(self, report: FailureReport | None, error: Callable[[], DrumlineError]) -> None:
         self._table.close(report, error)
