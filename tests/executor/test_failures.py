@@ -426,3 +426,29 @@ def test_questions_after_the_shutdown(make: Make, backend: str) -> None:
             executor.live_report()
     with pytest.raises(ExecutorFailedError, match="was shut down"):
         executor.check_health()
+
+
+@pytest.mark.parametrize("timeout", [None, 0.3])
+def test_a_failure_while_a_rank_is_in_an_earlier_call(make: Make, timeout: float | None) -> None:
+    executor = make("mp", 2, failure_grace_s=0.5)
+    earlier = executor.collective_rpc("sleep", (2.5, 1), non_block=True, expected_s=60)
+    failing = [executor.collective_rpc(boom, non_block=True, timeout=timeout) for _ in range(3)]
+    start = time.monotonic()
+    for call in failing:
+        with pytest.raises((RemoteCallError, RPCTimeoutError)):
+            call.result(10)
+        assert timeout is None or time.monotonic() - start < 2.0
+    assert earlier.result(10) == [0, 1]
+    assert executor.collective_rpc("echo", timeout=10) == [(0, (), {}), (1, (), {})]
+    assert not executor.is_failed
+
+
+def test_the_grace_of_a_rank_that_was_in_an_earlier_call(make: Make) -> None:
+    executor = make("mp", 2, failure_grace_s=0.5)
+    executor.collective_rpc("sleep", (1.0, 1), non_block=True)
+    with pytest.raises(ExecutorFailedError, match="Ranks that did not end the call within"):
+        executor.collective_rpc("raise_while_others_block", (0, 60.0), timeout=30)
+
+
+def boom(worker: Plain) -> None:
+    raise ValueError(f"boom rank{worker.rank}")

@@ -2,7 +2,8 @@
 
 A rank that raises goes on to its next call, but the others may stand in a collective that it will never join. Nobody
 can tell a slow rank from a stuck one, so they get a grace. Ranks that end the call within it show that they can still
-work together; if one does not, the executor is broken.
+work together; if one does not, the executor is broken. The grace of a rank that is still in an earlier call counts
+from that call's end: until then the earlier call's own limits hold (its deadline, the patience of the stall watch).
 
 The question is asked for every failure, also when the call's future has ended already (its output rank had answered,
 or its deadline was over), and also when nobody waits: a thread that lives only while there is something to find out
@@ -35,7 +36,6 @@ class _Question:
     report: FailureReport
     carrier: Call | None
     """The call whose future will carry the failure; None if that has been seen to."""
-    deadline: float
 
 
 class Grace:
@@ -77,7 +77,7 @@ class Grace:
         """A failure of this rank has been put into the call table. Never blocks."""
         with self._lock:
             self._heard[rank] += 1
-            self._open.append(_Question(call_id, report, carrier, time.monotonic() + self._grace_s))
+            self._open.append(_Question(call_id, report, carrier))
             if self._running:
                 return
             thread = threading.Thread(target=self._run, name="drumline-grace", daemon=True)
@@ -124,15 +124,38 @@ class Grace:
 
     def _wait(self, question: _Question) -> list[int]:
         """Ranks that have not ended the call when the grace is over, if any."""
-        late = self._late(question.call_id)
-        while (late or self._unheard()) and time.monotonic() < question.deadline:
-            if self._closing.wait(POLL_S):
-                break
+        # From now: an earlier question has ended, and with it the calls before this one.
+        until = time.monotonic() + self._grace_s
+        due = [until] * len(self._heard)
+        while True:
+            now = time.monotonic()
             late = self._late(question.call_id)
-        return late
+            for rank in late:
+                if self._is_before(rank, question.call_id):
+                    due[rank] = now + self._grace_s
+            over = [rank for rank in late if due[rank] <= now]
+            if over or not (late or (self._unheard() and now < until)):
+                return over
+            if now >= until:
+                self._settle_expired(now)
+            if self._closing.wait(POLL_S):
+                return late
+
+    def _settle_expired(self, now: float) -> None:
+        """Calls past their deadline have failed in any case: their callers do not wait for what is before them."""
+        with self._lock:
+            carriers = [question.carrier for question in self._open if question.carrier is not None]
+        for call in carriers:
+            if not call.done_already and call.deadline is not None and now >= call.deadline:
+                self._settle(call)
 
     def _late(self, call_id: int) -> list[int]:
         return [rank for rank, ended in enumerate(self._progress.ended()) if ended < call_id]
+
+    def _is_before(self, rank: int, call_id: int) -> bool:
+        """Whether this rank is inside a call before this one."""
+        begun, _, ended = self._progress.seen()[rank]
+        return ended < begun < call_id
 
     def _unheard(self) -> bool:
         """Whether failures are still on their way here: they are folded into one report."""
