@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from drumline.errors import QueueTimeoutError, TransportError
 from drumline.transport import MessageQueue
+from drumline.transport.arena import ArenaWriter
+from drumline.transport.ring import Pieces
 
 LONG = 30.0
 
@@ -145,3 +149,93 @@ def test_interrupts_at_any_place_leave_the_turn_free() -> None:
         queue.enqueue("last", 5)
         queue.close()
         thread.join(LONG)
+
+
+def arena_of(queue: MessageQueue) -> ArenaWriter:
+    """Its arena, after what the readers have freed was collected."""
+    assert queue._local is not None
+    arena = queue._local._writer._ring.arena
+    assert arena is not None
+    arena._collect(len(arena._used))
+    return arena
+
+
+def after(function: Callable[..., Any], number: int = 1) -> Callable[..., Any]:
+    """``function``, with a handler that raises right after its call ``number``."""
+    calls = itertools.count(1)
+
+    def call(*args: Any, **more: Any) -> Any:
+        found = function(*args, **more)
+        if next(calls) == number:
+            interrupt()
+        return found
+
+    return call
+
+
+@pytest.mark.parametrize("size", [50_000, 9_000_000], ids=["whole", "pieces"])
+@pytest.mark.parametrize(
+    "where", ["allocate", "fill", "sent", "press", "_place_buffers", "goes", "_put", "start_with_arena", "advance"]
+)
+def test_interrupted_enqueues_leave_no_blocks(where: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with MessageQueue(1, arena_bytes=1 << 20) as queue, MessageQueue.attach(queue.handles[0]) as reader:
+        arena = arena_of(queue)
+        ring = queue._local._writer._ring  # type: ignore[union-attr]
+        owner = next((o for o in (ring, arena, Pieces) if hasattr(o, where)))
+        array = np.full(size, 7, np.uint8)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, where, after(getattr(owner, where)))
+            try:
+                queue.enqueue(array, 0.05)
+            except (Interrupt, QueueTimeoutError):
+                pass
+        next_one = threading.Thread(target=queue.enqueue, args=("next", LONG))
+        next_one.start()
+        got = reader.dequeue(LONG)
+        if not isinstance(got, str):
+            assert (got == 7).all()
+            got = reader.dequeue(LONG)
+        assert got == "next"
+        next_one.join()
+        assert arena_of(queue).used_bytes == 0
+        assert arena._free.pieces() == [(0, arena.layout.data_bytes)]
+        assert sorted(arena._indices) == list(range(arena.layout.blocks))
+
+
+def test_interrupts_at_any_place_leave_no_blocks_and_a_ring_that_works() -> None:
+    with MessageQueue(1, arena_bytes=1 << 20) as queue, MessageQueue.attach(queue.handles[0]) as reader:
+        wrong: list[str] = []
+
+        def read() -> None:
+            try:
+                for number, array in reader:
+                    if (array != number % 251).any():
+                        wrong.append(f"{number}: {set(array.tolist())}")
+                    del array
+            except BaseException as error:  # noqa: BLE001  the test shows it
+                wrong.append(repr(error))
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        count = number = 0
+        end = time.monotonic() + 2
+        while count < 200 and time.monotonic() < end:
+            try:
+                with interrupts(0.004):
+                    while True:
+                        number += 1
+                        size = (20_000, 300_000, 1_500_000, 3000)[number % 4]
+                        queue.enqueue((number, np.full(size, number % 251, np.uint8)), LONG)
+            except Interrupt:
+                count += 1
+        assert count > 20
+        queue.enqueue((0, np.zeros(3_000_000, np.uint8)), 10)
+        arena = arena_of(queue)
+        deadline = time.monotonic() + 5
+        while arena_of(queue).used_bytes and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert arena.used_bytes == 0
+        assert arena._free.pieces() == [(0, arena.layout.data_bytes)]
+        queue.close()
+        thread.join(LONG)
+        assert wrong == []

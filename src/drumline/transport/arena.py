@@ -154,7 +154,7 @@ class FreeList:
         return None
 
     def free(self, start: int, size: int) -> None:
-        """Take back what :meth:`allocate` gave."""
+        """Take back what :meth:`allocate` gave. All of it or, if a signal handler raises, nothing."""
         end = start + size
         i = bisect_left(self._starts, start)
         joins_before = i > 0 and self._ends[i - 1] == start
@@ -167,8 +167,8 @@ class FreeList:
         elif joins_after:
             self._starts[i] = start
         else:
-            self._starts.insert(i, start)
-            self._ends.insert(i, end)
+            self._starts[i:i] = [start]
+            self._ends[i:i] = [end]
 
     def pieces(self) -> list[tuple[int, int]]:
         """Start and end of each free piece, in order."""
@@ -204,6 +204,8 @@ class ArenaWriter:
         self._freed = [layout.freed_at(i) for i in range(layout.n_readers)]
         self._free = FreeList(layout.data_bytes)
         self._indices = list(range(layout.blocks - 1, -1, -1))
+        self._unsent: list[Block] = []
+        """Blocks that were allocated since all of them were known to be sent, or free again."""
         self._generation = generation
         self._used: dict[int, Block] = {}
         """Blocks in use by index, oldest first."""
@@ -223,21 +225,15 @@ class ArenaWriter:
             return None
         self._collect(_LOOKED_AT)
         pages = -(-max(size, 1) // PAGE) * PAGE
-        offset = self._find(pages)
-        words = self._words
-        if offset is None:
+        block = self._find(pages)
+        if block is None:
             self._collect(len(self._used))
-            offset = self._find(pages)
-        if offset is None:
-            words[_WANTED] = 1
+            block = self._find(pages)
+        if block is None:
+            self._words[_WANTED] = 1
             fence()
             self._collect(len(self._used))
-            offset = self._find(pages)
-            if offset is None:
-                return None
-        self._generation = (self._generation + 1) & _MASK or 1
-        index = self._indices.pop()
-        block = self._used[index] = Block(index, self._generation, offset, pages)
+            block = self._find(pages)
         return block
 
     def content(self) -> None:
@@ -245,8 +241,22 @@ class ArenaWriter:
         if self._words[_WANTED]:
             self._words[_WANTED] = 0
 
-    def _find(self, pages: int) -> int | None:
-        return self._free.allocate(pages) if self._indices else None
+    def _find(self, pages: int) -> Block | None:
+        if not self._indices:
+            return None
+        generation = (self._generation + 1) & _MASK or 1
+        block = Block(self._indices[-1], generation, 0, pages)
+        block.sent = time.monotonic()
+        offset = self._free.allocate(pages)
+        # No calls from here on: after each of them a signal handler may raise, and the place would be lost
+        if offset is None:
+            return None
+        block.offset = offset
+        self._generation = generation
+        self._used[block.index] = block
+        del self._indices[-1]
+        self._unsent += [block]
+        return block
 
     def fill(self, block: Block, view: memoryview) -> None:
         """Copy the bytes in."""
@@ -260,7 +270,17 @@ class ArenaWriter:
 
     def cancel(self, block: Block) -> None:
         """No message has gone out with this block."""
-        self._give_back(block)
+        if self._used.get(block.index) is block:
+            self._give_back(block)
+
+    def abandon(self, written: int) -> None:
+        """No message is under way: free the blocks of those that the ring, which counts ``written``, never got."""
+        unsent = self._unsent
+        while unsent:
+            position = unsent[-1].position
+            if position is None or (written - position) & _SIGN:
+                self.cancel(unsent[-1])
+            del unsent[-1]
 
     def _collect(self, most: int) -> None:
         """Give back what all readers have freed, among the ``most`` oldest."""
@@ -282,9 +302,9 @@ class ArenaWriter:
         order()  # what the readers did before they freed these comes before what is written into them
 
     def _give_back(self, block: Block) -> None:
-        del self._used[block.index]
-        self._indices.append(block.index)
         self._free.free(block.offset, block.size)
+        del self._used[block.index]  # no calls between these three, see above
+        self._indices += [block.index]
 
     def press(self, reads: Sequence[int]) -> None:
         """The arena is full: name readers that hold blocks for long, and have them get copies from now on.

@@ -71,10 +71,24 @@ class Sending:
     def without_arena(self) -> None:
         """Wait no longer for the arena: what has no room there now goes through the ring."""
         if self._pieces is None:
-            self._pieces = self._ring.start(*self._message)
+            try:
+                self._pieces = self._ring.start(*self._message)
+            except BaseException:
+                self._ring.abandon()
+                raise
 
     def go_on(self) -> bool:
-        """Send what there is room for now. True: all is sent. False: this writer's waiter will be rung."""
+        """Send what there is room for now. True: all is sent. False: this writer's waiter will be rung.
+
+        If it raises, the message will not be finished.
+        """
+        try:
+            return self._go_on()
+        except BaseException:
+            self._ring.abandon()
+            raise
+
+    def _go_on(self) -> bool:
         pieces = self._pieces
         if pieces is None:
             pieces = self._pieces = self._ring.start_with_arena(*self._message)
@@ -209,11 +223,11 @@ class QueueWriter:
                 alive()
             return sending.go_on() or None
 
-        patience = time.monotonic() + self._patience_s
-        done = waiter.wait(
-            lambda: go_on() or sending.begun or None, patience if deadline is None else min(deadline, patience)
-        )
         try:
+            patience = time.monotonic() + self._patience_s
+            done = waiter.wait(
+                lambda: go_on() or sending.begun or None, patience if deadline is None else min(deadline, patience)
+            )
             if done is None:
                 self._patience_s /= 2
                 sending.without_arena()

@@ -220,6 +220,8 @@ class MessageQueue:
         self._encode = (codec or CodecRegistry()).encode
         self._turn = threading.RLock()  # it knows whose it is, also where a signal handler has raised meanwhile
         self._has_turn: Callable[[], bool] = self._turn._is_owned  # type: ignore[attr-defined]
+        self._inside = False
+        """The thread whose turn it is does something with it."""
         self._maker = os.getpid()
         self._closed = False
         self._begin = 0.0
@@ -286,7 +288,7 @@ class MessageQueue:
         encoded = kind, parts, buffers = self._encode(obj)
         if self._closed or self._watch.over or self._remote is not None:
             self._check()
-        if self._has_turn():
+        if self._inside and self._has_turn():
             raise TransportError(f"{self.name}: enqueue inside of enqueue (a signal handler, a finalizer): use a thread")
         turn = self._turn
         try:
@@ -296,16 +298,20 @@ class MessageQueue:
                 timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())
             ):
                 raise QueueTimeoutError(f"{self.name}: no turn within {timeout:g} s: another thread waits for room")
-            local = self._local
-            if self._remote is not None or local is None:
-                self._send(encoded, deadline)
-                return
-            if len(parts) == 1 and not buffers:
-                data = parts[0]
-                if type(data) is bytes and len(data) <= local.small and local.write_small(data, kind):
+            self._inside = True
+            try:
+                local = self._local
+                if self._remote is not None or local is None:
+                    self._send(encoded, deadline)
                     return
-            self._begin = 0.0
-            local.write(encoded, deadline, self._alive)
+                if len(parts) == 1 and not buffers:
+                    data = parts[0]
+                    if type(data) is bytes and len(data) <= local.small and local.write_small(data, kind):
+                        return
+                self._begin = 0.0
+                local.write(encoded, deadline, self._alive)
+            finally:
+                self._inside = False
         except RPCTimeoutError:
             raise self._no_room(timeout) from None
         except QueueTimeoutError as exc:

@@ -248,30 +248,38 @@ class RingWriter:
         end = begin + length
         data[begin:end] = part
         self._data_words[(at >> 2) + 1] = adler32(data[at + SUMMED : end], written)
-        self._free -= 1
-        place += 1
-        self._place = place if place < self._slots else 0
-        self._written = written = (written + 1) & MASK
-        if order is not no_order:
-            order()
-        self._words[WRITTEN] = written
+        self._publish(1)
         return True
 
+    def _publish(self, count: int) -> None:
+        """A record of so many slots is in its place: readers may read it."""
+        state = self._state
+        place = state[native.PLACE] + count
+        if place >= self._slots:
+            place -= self._slots
+        if order is not no_order:
+            order()
+        # No calls from here on: after each of them a signal handler may raise, and all of this is one act
+        state[native.FREE] -= count
+        state[native.PLACE] = place
+        state[native.COUNT] = self._words[WRITTEN] = (state[native.COUNT] + count) & MASK
+
     def _try_write_buffers(self, parts: Sequence[Part], kind: int, buffers: Sequence[Part], due: int) -> bool:
-        message = self._place_buffers(parts, buffers)
-        length = message.length
         room = False
         try:
+            message = self._place_buffers(parts, buffers)
+            length = message.length
             if length - message.squeezed <= self.layout.largest_message < length:
                 return False  # it fits once the arena has room
-            room = self._make_room(self.layout.slots_of(length), length)
+            count = self.layout.slots_of(length)
+            room = self._make_room(count, length)
+            if room:
+                self.fill(message)
+                self.goes(message, count)
+                self._put(message.parts, length, count, kind, due, message.count, 0)
+                self.sent(message)
         finally:
-            if not room:
-                self.cancel(message)
-        if room:
-            self.fill(message)
-            self._put(message.parts, length, self.layout.slots_of(length), kind, due, message.count, 0)
-            self.sent(message)
+            self.abandon()
         return room
 
     def start(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due: int = 0) -> Pieces:
@@ -289,6 +297,7 @@ class RingWriter:
         return Pieces(self, message, kind, due)
 
     def _place_buffers(self, parts: Sequence[Part], buffers: Sequence[Part]) -> Outgoing:
+        self.abandon()  # what an interrupt of an interrupt has left
         message = Outgoing(parts, buffers, self.arena)
         if self.arena is not None:
             if message.squeezed:
@@ -303,6 +312,11 @@ class RingWriter:
             assert self.arena is not None
             self.arena.fill(block, view)
 
+    def goes(self, message: Outgoing, count: int) -> None:
+        """Its last record, of so many slots, is put next."""
+        for block, _ in message.blocks:
+            block.position = (self._written + count) & MASK
+
     def sent(self, message: Outgoing) -> None:
         """All of it is in the ring now."""
         for block, _ in message.blocks:
@@ -315,6 +329,11 @@ class RingWriter:
             assert self.arena is not None
             self.arena.cancel(block)
         message.blocks = []
+
+    def abandon(self) -> None:
+        """Give back all blocks of which no record in the ring tells: those of a message that was not sent."""
+        if self.arena is not None:
+            self.arena.abandon(self._written)
 
     def _put(
         self, parts: Sequence[Part], length: int, count: int, kind: int, due: int, buffers: int, rest: int
@@ -336,12 +355,7 @@ class RingWriter:
         else:
             checksum = self._copy_wrapped(at, begin, parts, written)
         self._data_words[(at >> 2) + 1] = checksum
-        self._free -= count
-        place = self._place + count
-        self._place = place if place < self._slots else place - self._slots
-        self._written = written = (written + count) & MASK
-        order()
-        self._words[WRITTEN] = written
+        self._publish(count)
 
     def _copy_wrapped(self, start: int, at: int, parts: Sequence[Part], written: int) -> int:
         """Copy a record that goes on from the last slot to the first; its checksum."""
@@ -451,6 +465,7 @@ class Pieces:
             return None
         arena.fill(block, self._cut(size)[0])
         entry = ENTRY.pack(block.offset, size, block.index, block.generation)
+        block.position = (ring.written + ring.layout.slots_of(len(entry))) & MASK
         self._put([entry], len(entry), size, self._buffers | CHUNK)
         arena.sent(block, ring._written)
         return True
@@ -459,7 +474,10 @@ class Pieces:
         """One record of ``length`` bytes that stands for ``carried`` bytes of the message."""
         ring = self._ring
         self.rest -= carried
-        ring._put(parts, length, ring.layout.slots_of(length), self._kind, self._due, buffers, self.rest)
+        count = ring.layout.slots_of(length)
+        if not self.rest:
+            ring.goes(self._message, count)
+        ring._put(parts, length, count, self._kind, self._due, buffers, self.rest)
         self._buffers |= GOES_ON
         if not self.rest:
             self.done = True
