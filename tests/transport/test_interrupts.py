@@ -16,7 +16,7 @@ import pytest
 from drumline.errors import QueueTimeoutError, TransportError
 from drumline.transport import MessageQueue
 from drumline.transport.arena import ArenaWriter
-from drumline.transport.ring import Pieces
+from drumline.transport.ring import Message, Pieces
 
 LONG = 30.0
 
@@ -239,3 +239,43 @@ def test_interrupts_at_any_place_leave_no_blocks_and_a_ring_that_works() -> None
         queue.close()
         thread.join(LONG)
         assert wrong == []
+
+
+@pytest.mark.parametrize("size", [50_000, 3_000_000], ids=["whole", "pieces"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("where", ["take", "_take_block", "_take_piece", "_advance", "_find_buffers", "release", "decode"])
+def test_a_block_stays_taken_when_dequeue_is_interrupted(
+    where: str, number: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with MessageQueue(1, arena_bytes=1 << 20) as queue, MessageQueue.attach(queue.handles[0]) as reader:
+        ring = reader._reader
+        assert ring._arena is not None
+        thread = threading.Thread(
+            target=lambda: [queue.enqueue((i, [np.full(size, i, np.uint8)] * 2), LONG) for i in range(12)]
+        )
+        thread.start()
+        place: tuple[Any, str] = (ring, where)
+        if where == "take":
+            place = ring._arena, where
+        elif where == "release":
+            place = Message, where
+        elif where == "decode":
+            place = reader, "_decode"
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, after(getattr(*place), number))
+            got: list[Any] = []
+            for _ in range(4):
+                try:
+                    got.append(reader.dequeue(LONG))
+                except Interrupt:
+                    continue
+        kept = list(got)
+        while not got or got[-1][0] != 11:
+            got[-1:] = [reader.dequeue(LONG)]
+            assert all((array == got[-1][0]).all() for array in got[-1][1])
+        assert [i for i, _ in kept] in ([0, 1, 2], [0, 2, 3], [0, 1, 3], [1, 2, 3], [0, 1, 2, 3])
+        for i, arrays in kept:
+            assert all((array == i).all() for array in arrays)
+        thread.join()
+        del got, kept, arrays
+        assert arena_of(queue).used_bytes == 0

@@ -21,7 +21,8 @@ anything that two processes write. Generations are counted modulo 2^32 and only 
 **Life of a block on the reader's side.** A view is made over an object that owns nothing (a ctypes array at that place
 of the mapping); every memoryview, numpy array or tensor that is made from it holds that object. When the last of them
 is collected, its finalizer writes the generation. It runs wherever the collection happens, in any thread, and needs no
-lock. A process that was forked meanwhile has the views too and must not free anything: finalizers look at the pid. At
+lock. Until the message was taken for good it does nothing: where an exception (a signal handler's) ends the taking, the
+same message is taken again, and its blocks must still be there. A process that was forked meanwhile has the views too and must not free anything: finalizers look at the pid. At
 the end of the interpreter nothing is freed: who still held views then was not done with them.
 
 Order (see fence.py). Writer: bytes and stamp, order, the ring's ``written``. Reader: ``written``, order, stamp and
@@ -366,11 +367,15 @@ class ArenaReader:
         self.rereads = 0
         """Times that a block was not there at first look. Must be 0."""
 
-    def take(self, offset: int, length: int, index: int, generation: int) -> memoryview:
+    def take(
+        self, offset: int, length: int, index: int, generation: int, taking: Taking | None = None
+    ) -> memoryview:
         """A read-only view (bytes) of a block that a message names. The block is freed when the last view is collected.
 
         A copy, and the block freed at once, if this reader has held blocks for too long. TransportError if the block is
         not the one that the message means, or the reader is closed.
+
+        ``taking``: the block is not freed before that is settled, so that it can be taken once more.
         """
         if self._data is None:
             raise TransportError("this arena is closed")
@@ -381,9 +386,13 @@ class ArenaReader:
         span = min(1 << (length - 1).bit_length(), self.layout.data_bytes - offset) if length else 1
         owner = (ctypes.c_char * span).from_buffer(self._data, offset)
         view = memoryview(owner).toreadonly().cast("B")[:length]
-        finalizer = weakref.finalize(owner, self._ledger.free, index, generation)
+        if taking is None:
+            taking = Taking()
+            taking.settled[0] = True
+        finalizer = weakref.finalize(owner, self._ledger.free, index, generation, taking.settled)
         finalizer.atexit = False
         if self._words[self._flag]:
+            taking.copied.append(view)
             return memoryview(bytes(view))
         return view
 
@@ -408,6 +417,18 @@ class ArenaReader:
         self._control.close()
 
 
+class Taking:
+    """Blocks that one record names, from when the first is taken until it is known that it will not be read again."""
+
+    __slots__ = ("copied", "settled")
+
+    def __init__(self) -> None:
+        self.settled = [False]
+        """True from then on, as one store: views that end now free their blocks."""
+        self.copied: list[memoryview] = []
+        """Views of which the message has copies: they end with this."""
+
+
 class _Ledger:
     """What the finalizers of one reader need; it outlives the reader."""
 
@@ -417,9 +438,9 @@ class _Ledger:
         self._on_wanted = on_wanted
         self._pid = os.getpid()
 
-    def free(self, index: int, generation: int) -> None:
-        """The last view of this block is gone."""
-        if os.getpid() != self._pid:
+    def free(self, index: int, generation: int, settled: Sequence[bool]) -> None:
+        """The last view of this block is gone. Nothing happens unless its taking is ``settled``."""
+        if not settled[0] or os.getpid() != self._pid:
             return
         order()
         self._words[self._at + index] = generation

@@ -63,7 +63,7 @@ from zlib import adler32
 
 from drumline.errors import MessageTooLargeError, TransportError
 from drumline.transport import native
-from drumline.transport.arena import LEAST_BYTES, ArenaReader, ArenaWriter, Block
+from drumline.transport.arena import LEAST_BYTES, ArenaReader, ArenaWriter, Block, Taking
 from drumline.transport.doorbell import Doorbell
 from drumline.transport.fence import fence, no_order, order
 from drumline.transport.futex import futex_or_none
@@ -513,7 +513,7 @@ class Message:
     :meth:`Waiter.expect <drumline.transport.waiter.Waiter.expect>`); 0: it does not know.
     """
 
-    __slots__ = ("_count", "_reader", "buffers", "data", "due", "kind")
+    __slots__ = ("_count", "_reader", "buffers", "data", "due", "kind", "piece")
 
     def __init__(self, reader: RingReader, kind: int, data: memoryview, count: int, due: int) -> None:
         self._reader = reader
@@ -522,6 +522,8 @@ class Message:
         self.data = data
         self.due = due
         self.buffers: Sequence[memoryview] = ()
+        self.piece: memoryview | bytes = b""
+        """Its last piece, whose block it holds."""
 
     def release(self) -> None:
         """Free its slots, and let go of ``buffers``. Idempotent.
@@ -536,11 +538,8 @@ class Message:
             self.data.release()
         except BufferError:
             raise TransportError(_KEPT) from None
-        self._count = -1
+        self._reader._advance(count, self)
         self.buffers = ()
-        reader = self._reader
-        reader._current = None
-        reader._advance(count)
 
     def __enter__(self) -> Message:
         return self
@@ -587,6 +586,10 @@ class RingReader:
         self._current: Message | None = None
         self._partial: memoryview | None = None
         self._filled = 0
+        self._taking: Taking | None = None
+        """Blocks of the record that is read now."""
+        self._own: Message | None = None
+        """The one that :meth:`receive` has to release."""
         self.rereads = 0
         """Times that a record was not right at first look. Must be 0."""
 
@@ -631,6 +634,8 @@ class RingReader:
         return self._receive(decode)
 
     def _receive(self, decode: Callable[[int, memoryview, Sequence[memoryview]], T]) -> tuple[T] | None:
+        if self._own is not None:
+            self._own.release()  # an exception came before that
         read = self._read
         if self._words[WRITTEN] == read:
             return None
@@ -656,21 +661,13 @@ class RingReader:
                             payload.release()
                         except BufferError:
                             kept = True
-                        place += 1
-                        self._place = place if place < self._slots else 0
-                        self._read = read = (read + 1) & MASK
-                        words = self._words
-                        if order is not no_order:
-                            order()
-                        words[self._word] = read
-                        fence()
-                        if words[WANTED] and self._on_wanted is not None:
-                            self._on_wanted()
+                        self._advance(1)
                         if kept:
                             raise TransportError(_KEPT)
         message = self.poll()
         if message is None:
             return None
+        self._own = message
         try:
             return (decode(message.kind, message.data, message.buffers),)
         finally:
@@ -697,6 +694,7 @@ class RingReader:
             else:
                 kind, due, length, buffers, rest, payload = self._look_again(at)
             count = 1 if length <= self._one_slot else self.layout.slots_of(length)
+            self._taking = None  # if there is one, an exception has ended it: all of this record is taken anew
             if due and not rest and self.on_due is not None:
                 self.on_due(due)
             if not (buffers or rest):
@@ -747,15 +745,15 @@ class RingReader:
         if self._partial is None or self._filled + len(piece) + rest != len(self._partial):
             raise TransportError("ring out of step: a piece of a message without the one before it")
         partial = self._partial
-        partial[self._filled : self._filled + len(piece)] = piece
-        self._filled += len(piece)
-        del piece
-        payload.release()
-        self._advance(count)
+        filled = self._filled + len(piece)
+        partial[self._filled : filled] = piece
         if rest:
+            payload.release()
+            self._advance(count, filled=filled)
+            del piece
             return None
-        self._partial = None
-        message = Message(self, kind, partial.toreadonly(), 0, due)
+        message = Message(self, kind, partial.toreadonly(), count, due)
+        message.piece = piece
         self._find_buffers(message, buffers & COUNT, own=True)
         return message
 
@@ -785,19 +783,38 @@ class RingReader:
     def _take_block(self, offset: int, length: int, block: int, generation: int) -> memoryview:
         if self._arena is None:
             raise TransportError("a message with buffers in an arena, and this reader has none")
-        return self._arena.take(offset, length, block, generation)
+        if self._taking is None:
+            self._taking = Taking()
+        return self._arena.take(offset, length, block, generation, self._taking)
 
-    def _advance(self, count: int) -> None:
-        """Free the slots of a record."""
-        place = self._place + count
-        self._place = place if place < self._slots else place - self._slots
-        self._read = read = (self._read + count) & MASK
-        words = self._words
-        order()
-        words[self._word] = read
-        fence()
-        if words[WANTED] and self._on_wanted is not None:
-            self._on_wanted()
+    def _advance(self, count: int, message: Message | None = None, filled: int = 0) -> None:
+        """Free the slots of a record: that of ``message``, or of a piece, up to which ``filled`` bytes are there."""
+        words, state = self._words, self._state
+        place = state[native.PLACE] + count
+        if place >= self._slots:
+            place -= self._slots
+        read = (state[native.COUNT] + count) & MASK
+        taking = self._taking
+        try:
+            if order is not no_order:
+                order()
+        finally:
+            # No calls from here to the fence: after each of them a signal handler may raise, and all of this is one act
+            state[native.PLACE] = place
+            state[native.COUNT] = words[self._word] = read
+            if taking is not None:
+                taking.settled[0] = True
+            self._filled = filled
+            if message is not None:
+                message._count = -1
+                message.piece = b""
+                self._current = self._own = self._partial = None
+        self._taking = None
+        try:
+            fence()
+        finally:
+            if words[WANTED] and self._on_wanted is not None:
+                self._on_wanted()
 
     def close(self) -> None:
         """Let go of the buffers, the arena's too. A message that was not released keeps its views."""
