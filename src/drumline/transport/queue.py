@@ -220,6 +220,8 @@ class MessageQueue:
         self._encode = (codec or CodecRegistry()).encode
         self._turn = threading.RLock()  # it knows whose it is, also where a signal handler has raised meanwhile
         self._has_turn: Callable[[], bool] = self._turn._is_owned  # type: ignore[attr-defined]
+        self._ended = [False]
+        """For handles: the descriptors are not this queue's any more."""
         self._inside = False
         """The thread whose turn it is does something with it."""
         self._maker = os.getpid()
@@ -257,16 +259,21 @@ class MessageQueue:
 
     @property
     def handles(self) -> list[QueueHandle]:
-        """One for each reader: the local ones, then the remote ones. Each goes to one process (or thread)."""
+        """One for each reader: the local ones, then the remote ones. Each goes to one process (or thread).
+
+        They are good while this queue is open: ChannelClosedError after that, here and of who attaches to one.
+        """
+        if self._closed:
+            self._check()
         found = []
         writer = f"the writer of {self.name}"
         if self._local is not None:
             for index in range(len(self._local.links)):
                 data = HandleData(queue=self.name, index=index, writer=writer)
-                found.append(QueueHandle(data, self._local.fds(index), owned=False))
+                found.append(QueueHandle(data, self._local.fds(index), owned=False, ended=self._ended))
         for remote in self._remote.handles if self._remote is not None else ():
             data = HandleData(queue=self.name, index=remote.index, writer=writer, remote=remote)
-            found.append(QueueHandle(data, (), owned=False))
+            found.append(QueueHandle(data, (), owned=False, ended=self._ended))
         return found
 
     @property
@@ -378,6 +385,7 @@ class MessageQueue:
         if self._closed or os.getpid() != self._maker:
             return
         self._closed = True
+        self._ended[0] = True
         self._waiter.ring()
         with self._turn:
             self._watch.stop()
@@ -401,6 +409,7 @@ class QueueReader:
         self, handle: QueueHandle, codec: CodecRegistry | None = None, deaths: Sequence[DeathSource] = ()
     ) -> None:
         """See :meth:`MessageQueue.attach`."""
+        handle.check()
         data = handle.data
         self.name = data.queue
         self._maker = os.getpid()

@@ -1,0 +1,59 @@
+"""Handles of queues that are closed, were used, or lack something: an error, and never another queue."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from drumline.errors import ChannelClosedError
+from drumline.transport import MessageQueue, QueueHandle
+
+from .procs import children
+
+LONG = 30.0
+LOCALHOST = "127.0.0.1"
+
+
+def test_a_handle_of_a_closed_queue_never_opens_another_one() -> None:
+    first = MessageQueue(1, 1, host=LOCALHOST, name="first")
+    stale = first.handles
+    first.close(0)
+    with MessageQueue(1, name="second") as second:
+        second.enqueue("for its own reader")
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            for handle in stale:
+                for use in (MessageQueue.attach, lambda h: h.send(ours), lambda h: h.fds):
+                    with pytest.raises(ChannelClosedError, match="first: this queue was closed"):
+                        use(handle)  # type: ignore[operator]
+            ours.close()
+            assert theirs.recv(1) == b""
+        with pytest.raises(ChannelClosedError, match="first: this queue is closed"):
+            _ = first.handles
+        assert len(list(Path("/proc/self/fd").iterdir())) == before
+        with MessageQueue.attach(second.handles[0]) as reader:
+            assert reader.dequeue(LONG) == "for its own reader"
+
+
+def test_a_forked_child_may_open_its_handle_after_the_parent_has_closed() -> None:
+    queue = MessageQueue(1)
+    handle = queue.handles[0]
+    closed, told = os.pipe()
+
+    def read() -> None:
+        os.read(closed, 1)
+        with MessageQueue.attach(handle) as reader:
+            assert list(reader) == ["sent"]
+
+    with children() as start:
+        child = start(read)
+        queue.enqueue("sent")
+        queue.close()
+        os.write(told, b"x")
+        assert child.join() == 0
+    os.close(closed)
+    os.close(told)
