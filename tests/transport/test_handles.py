@@ -57,3 +57,34 @@ def test_a_forked_child_may_open_its_handle_after_the_parent_has_closed() -> Non
         assert child.join() == 0
     os.close(closed)
     os.close(told)
+
+
+@pytest.mark.parametrize(("local", "remote"), [(1, 0), (0, 1)], ids=["local", "remote"])
+def test_a_forked_child_cannot_go_on_with_its_parents_ends(local: int, remote: int) -> None:
+    with MessageQueue(local, remote, host=LOCALHOST if remote else "") as queue, children() as start:
+        with MessageQueue.attach(queue.handles[0]) as reader:
+            queue.enqueue(1, LONG)
+
+            def use() -> None:
+                for call in (lambda: queue.enqueue("child's"), lambda: reader.dequeue(LONG), lambda: list(reader)):
+                    with pytest.raises(ChannelClosedError, match=f"that of process {parent}.* forked child"):
+                        call()
+                reader.close()
+                queue.close()
+
+            parent = os.getpid()
+            assert start(use).join() == 0
+            queue.enqueue(2, LONG)
+            assert [reader.dequeue(LONG), reader.dequeue(LONG)] == [1, 2]
+
+
+def test_a_forked_child_may_take_a_handle_of_its_parents_queue() -> None:
+    with MessageQueue(1) as queue, children() as start:
+
+        def read() -> None:
+            with MessageQueue.attach(queue.handles[0]) as reader:
+                assert reader.dequeue(LONG) == "sent"
+
+        child = start(read)
+        queue.enqueue("sent")
+        assert child.join() == 0

@@ -22,6 +22,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
@@ -55,6 +56,28 @@ log = logging.getLogger(__name__)
 
 
 Decode = Callable[[int, memoryview, Sequence[memoryview]], Any]
+
+
+_ends: weakref.WeakSet[MessageQueue | QueueReader] = weakref.WeakSet()
+"""Of this process, for who is forked from it."""
+
+
+def _disown() -> None:
+    """In a forked child: what its parent has made is not the child's. Closed for it, which costs no look of its own."""
+    for end in list(_ends):
+        end._closed = True
+
+
+os.register_at_fork(after_in_child=_disown)
+
+
+def _why_closed(end: MessageQueue | QueueReader, kind: str) -> str:
+    if os.getpid() == end._maker:
+        return f"this {kind} is closed"
+    return (
+        f"this {kind} is that of process {end._maker}, which made it; a forked child (this one is {os.getpid()}) "
+        f"cannot use it: it attaches to a handle"
+    )
 
 
 class _Watch:
@@ -249,6 +272,7 @@ class MessageQueue:
             raise
         links = self._local.links if self._local is not None else []
         self._watch = _Watch(f"{name}-watch", links, deaths, self._waiter.ring)
+        _ends.add(self)
 
     @staticmethod
     def attach(
@@ -263,7 +287,7 @@ class MessageQueue:
 
         They are good while this queue is open: ChannelClosedError after that, here and of who attaches to one.
         """
-        if self._closed:
+        if self._ended[0]:
             self._check()
         found = []
         writer = f"the writer of {self.name}"
@@ -287,7 +311,7 @@ class MessageQueue:
         It is encoded once, and written when this returns: the caller may change it then. Raises:
 
         QueueTimeoutError (a TimeoutError): no room. It names who has not read, how much, since when. Nothing was sent.
-        ChannelClosedError: a reader is gone, or the queue was closed.
+        ChannelClosedError: a reader is gone, or the queue was closed, or this is a forked child of who made it.
         MessageTooLargeError: it can never fit.
         Whatever pickling raises for what cannot be sent.
         """
@@ -366,7 +390,7 @@ class MessageQueue:
 
     def _check(self) -> None:
         if self._closed:
-            raise ChannelClosedError(f"{self.name}: this queue is closed")
+            raise ChannelClosedError(f"{self.name}: {_why_closed(self, 'queue')}")
         if self._watch.over:
             raise ChannelClosedError(f"{self.name}: {self._watch.over}")
         if self._remote is not None:
@@ -431,6 +455,7 @@ class QueueReader:
         waiter = self._remote or self._waiter
         self._wait = waiter.wait
         self._watch = _Watch(f"{data.queue}-watch", [self._link] if self._link else [], deaths, waiter.ring)
+        _ends.add(self)
 
     def _attach(self, fds: Sequence[int], data: HandleData) -> None:
         ring, writer_bell, own_bell, link, *arena = fds
@@ -452,11 +477,12 @@ class QueueReader:
         This reader keeps nothing of it. Raises:
 
         QueueTimeoutError (a TimeoutError): none came.
-        ChannelClosedError: everything was read and nothing more will come; it says why.
+        ChannelClosedError: everything was read and nothing more will come; it says why. Or this is a forked child of
+        who attached.
         Whatever unpickling raises; the message is gone then, and the next one can be read.
         """
         if self._closed:
-            raise ChannelClosedError(f"{self.name}: this reader is closed")
+            raise ChannelClosedError(f"{self.name}: {_why_closed(self, 'reader')}")
         found = self._wait(self._take, None if timeout is None else deadline_after(timeout))
         if found is None:
             raise QueueTimeoutError(f"{self.name}: {self._name_writer()} has sent nothing within {timeout:g} s")
@@ -469,7 +495,7 @@ class QueueReader:
         """The next object, which is its own; None: none is there."""
         over = self._watch.over  # looked at first: what was written before it is found below
         if self._closed:
-            raise ChannelClosedError(f"{self.name}: this reader is closed")
+            raise ChannelClosedError(f"{self.name}: {_why_closed(self, 'reader')}")
         found = self._receive(self._decode)
         if found is None and over:
             raise ChannelClosedError(f"{self.name}: {over}")
