@@ -88,3 +88,20 @@ def test_a_forked_child_may_take_a_handle_of_its_parents_queue() -> None:
         child = start(read)
         queue.enqueue("sent")
         assert child.join() == 0
+
+
+def test_a_handle_that_was_used_or_lacks_its_descriptors_says_so() -> None:
+    with MessageQueue(1) as queue:
+        handle = queue.handles[0]
+        bare = QueueHandle.from_bytes(handle.to_bytes())
+        with pytest.raises(ValueError, match=r"has 0 descriptors.*from_bytes\(data, fds\)"):
+            MessageQueue.attach(bare)
+        with MessageQueue.attach(handle):
+            with pytest.raises(ChannelClosedError, match="was used: each opens one reader"):
+                MessageQueue.attach(handle)
+
+
+def test_nobody_lags_behind_in_a_closed_queue() -> None:
+    queue = MessageQueue(1, 1, host=LOCALHOST)
+    queue.close(0)
+    assert queue.laggards() == []

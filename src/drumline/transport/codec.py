@@ -56,9 +56,11 @@ from __future__ import annotations
 
 import collections
 import copyreg
+import ctypes
 import functools
 import importlib
 import marshal
+import math
 import pickle
 import struct
 import sys
@@ -98,6 +100,11 @@ _GLOBAL = 0x93
 _KEPT_MOST = 2048
 """A pickler that wrote more bytes than this is not used again."""
 _Dispatch = dict[type, Callable[[Any], Any]]
+_ITEMS: dict[str, Any] = {item._type_: item for item in (  # type: ignore[attr-defined]
+    ctypes.c_bool, ctypes.c_char, ctypes.c_byte, ctypes.c_ubyte, ctypes.c_short, ctypes.c_ushort, ctypes.c_int,
+    ctypes.c_uint, ctypes.c_long, ctypes.c_ulong, ctypes.c_float, ctypes.c_double, ctypes.c_void_p,
+)} | {"q": ctypes.c_longlong, "Q": ctypes.c_ulonglong, "n": ctypes.c_ssize_t, "N": ctypes.c_size_t}  # fmt: skip
+"""Items of memoryviews by their formats."""
 
 
 class CodecRegistry:
@@ -382,7 +389,20 @@ def _reduce_view(view: memoryview) -> Any:
 
 def _rebuild_view(buffer: Any, form: str, shape: tuple[int, ...]) -> memoryview:
     view = memoryview(buffer)
-    return view if form == "B" and len(shape) == 1 else view.cast(form, shape)  # type: ignore[call-overload]
+    if form == "B" and len(shape) == 1:
+        return view
+    return view.cast(form, shape) if 0 not in shape else _empty_view(form, shape)  # type: ignore[call-overload]
+
+
+def _empty_view(form: str, shape: tuple[int, ...]) -> memoryview:
+    """A view without items, which ``cast`` refuses to make: a slice of one that has some, or over an array of ctypes."""
+    if 0 not in shape[1:]:
+        one = memoryview(bytes(struct.calcsize(form) * math.prod(shape[1:])))
+        return one.cast(form, (1, *shape[1:]))[:0]  # type: ignore[call-overload,no-any-return]
+    kind: Any = _ITEMS[form[-1]]
+    for length in reversed(shape):
+        kind *= length
+    return memoryview(kind()).toreadonly()
 
 
 def _reduce_array(array: Any) -> Any:

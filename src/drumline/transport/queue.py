@@ -397,8 +397,13 @@ class MessageQueue:
             self._remote.check()
 
     def laggards(self) -> list[str]:
-        """A line for each reader that has not read everything: who, how much, since when."""
-        local = self._local.laggards() if self._local is not None else []
+        """A line for each reader that has not read everything: who, how much, since when. Once closed: none."""
+        if self._ended[0]:
+            return []
+        try:
+            local = self._local.laggards() if self._local is not None else []
+        except ValueError:  # another thread has just closed it
+            return []
         return local + (self._remote.laggards() if self._remote is not None else [])
 
     def close(self, linger_s: float = LINGER_S) -> None:
