@@ -61,21 +61,24 @@ def test_a_forked_child_may_open_its_handle_after_the_parent_has_closed() -> Non
 
 @pytest.mark.parametrize(("local", "remote"), [(1, 0), (0, 1)], ids=["local", "remote"])
 def test_a_forked_child_cannot_go_on_with_its_parents_ends(local: int, remote: int) -> None:
-    with MessageQueue(local, remote, host=LOCALHOST if remote else "") as queue, children() as start:
-        with MessageQueue.attach(queue.handles[0]) as reader:
-            queue.enqueue(1, LONG)
+    with (
+        MessageQueue(local, remote, host=LOCALHOST if remote else "") as queue,
+        children() as start,
+        MessageQueue.attach(queue.handles[0]) as reader,
+    ):
+        queue.enqueue(1, LONG)
 
-            def use() -> None:
-                for call in (lambda: queue.enqueue("child's"), lambda: reader.dequeue(LONG), lambda: list(reader)):
-                    with pytest.raises(ChannelClosedError, match=f"that of process {parent}.* forked child"):
-                        call()
-                reader.close()
-                queue.close()
+        def use() -> None:
+            for call in (lambda: queue.enqueue("child's"), lambda: reader.dequeue(LONG), lambda: list(reader)):
+                with pytest.raises(ChannelClosedError, match=f"that of process {parent}.* forked child"):
+                    call()
+            reader.close()
+            queue.close()
 
-            parent = os.getpid()
-            assert start(use).join() == 0
-            queue.enqueue(2, LONG)
-            assert [reader.dequeue(LONG), reader.dequeue(LONG)] == [1, 2]
+        parent = os.getpid()
+        assert start(use).join() == 0
+        queue.enqueue(2, LONG)
+        assert [reader.dequeue(LONG), reader.dequeue(LONG)] == [1, 2]
 
 
 def test_a_forked_child_may_take_a_handle_of_its_parents_queue() -> None:
@@ -96,9 +99,9 @@ def test_a_handle_that_was_used_or_lacks_its_descriptors_says_so() -> None:
         bare = QueueHandle.from_bytes(handle.to_bytes())
         with pytest.raises(ValueError, match=r"has 0 descriptors.*from_bytes\(data, fds\)"):
             MessageQueue.attach(bare)
-        with MessageQueue.attach(handle):
-            with pytest.raises(ChannelClosedError, match="was used: each opens one reader"):
-                MessageQueue.attach(handle)
+        MessageQueue.attach(handle).close()
+        with pytest.raises(ChannelClosedError, match="was used: each opens one reader"):
+            MessageQueue.attach(handle)
 
 
 def test_nobody_lags_behind_in_a_closed_queue() -> None:

@@ -181,7 +181,7 @@ def test_interrupted_enqueues_leave_no_blocks(where: str, size: int, monkeypatch
     with MessageQueue(1, arena_bytes=1 << 20) as queue, MessageQueue.attach(queue.handles[0]) as reader:
         arena = arena_of(queue)
         ring = queue._local._writer._ring  # type: ignore[union-attr]
-        owner = next((o for o in (ring, arena, Pieces) if hasattr(o, where)))
+        owner = next(o for o in (ring, arena, Pieces) if hasattr(o, where))
         array = np.full(size, 7, np.uint8)
         with monkeypatch.context() as patch:
             patch.setattr(owner, where, after(getattr(owner, where)))
@@ -243,7 +243,9 @@ def test_interrupts_at_any_place_leave_no_blocks_and_a_ring_that_works() -> None
 
 @pytest.mark.parametrize("size", [50_000, 3_000_000], ids=["whole", "pieces"])
 @pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("where", ["take", "_take_block", "_take_piece", "_advance", "_find_buffers", "release", "decode"])
+@pytest.mark.parametrize(
+    "where", ["take", "_take_block", "_take_piece", "_advance", "_find_buffers", "release", "decode"]
+)
 def test_a_block_stays_taken_when_dequeue_is_interrupted(
     where: str, number: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,8 +22,9 @@ anything that two processes write. Generations are counted modulo 2^32 and only 
 of the mapping); every memoryview, numpy array or tensor that is made from it holds that object. When the last of them
 is collected, its finalizer writes the generation. It runs wherever the collection happens, in any thread, and needs no
 lock. Until the message was taken for good it does nothing: where an exception (a signal handler's) ends the taking, the
-same message is taken again, and its blocks must still be there. A process that was forked meanwhile has the views too and must not free anything: finalizers look at the pid. At
-the end of the interpreter nothing is freed: who still held views then was not done with them.
+same message is taken again, and its blocks must still be there. A process that was forked meanwhile has the views too
+and must not free anything: finalizers look at the pid. At the end of the interpreter nothing is freed: who still held
+views then was not done with them.
 
 Order (see fence.py). Writer: bytes and stamp, order, the ring's ``written``. Reader: ``written``, order, stamp and
 bytes; reads, order, freed word, **fence**, ``wanted``. Writer: ``wanted``, **fence**, freed words, order, bytes.
@@ -367,9 +368,7 @@ class ArenaReader:
         self.rereads = 0
         """Times that a block was not there at first look. Must be 0."""
 
-    def take(
-        self, offset: int, length: int, index: int, generation: int, taking: Taking | None = None
-    ) -> memoryview:
+    def take(self, offset: int, length: int, index: int, generation: int, taking: Taking | None = None) -> memoryview:
         """A read-only view (bytes) of a block that a message names. The block is freed when the last view is collected.
 
         A copy, and the block freed at once, if this reader has held blocks for too long. TransportError if the block is

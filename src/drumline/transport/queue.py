@@ -18,17 +18,28 @@ those places, and only a lock that knows its owner can be released there without
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import socket
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from drumline.errors import ChannelClosedError, ConfigError, QueueTimeoutError, RPCTimeoutError, TransportError
+from drumline.errors import (
+    ChannelClosedError,
+    ConfigError,
+    QueueTimeoutError,
+    RPCTimeoutError,
+    TransportError,
+    is_unicode,
+    shown,
+)
 from drumline.transport.broadcast import BroadcastQueue
 from drumline.transport.codec import CodecRegistry, Encoded
 from drumline.transport.deaths import DeathSource
@@ -37,7 +48,7 @@ from drumline.transport.handles import HandleData, QueueHandle
 from drumline.transport.links import Link, attach_link, link_pair
 from drumline.transport.native import COUNT
 from drumline.transport.rehearsal import Rehearsal
-from drumline.transport.remote_options import RemoteOptions
+from drumline.transport.remote_options import RemoteOptions, whole_number
 from drumline.transport.service import Service
 from drumline.transport.waiter import Waiter, deadline_after
 
@@ -51,6 +62,10 @@ LINGER_S = 5.0
 LONG_WAIT_S = 60.0
 """Seconds that a writer waits for room before it says in the log who has not read."""
 _WRITER_RINGER = 1
+_MOST_BYTES = 1 << 46
+"""Of ring and arena; a process of this machine can map little more."""
+_MOST_NAME = 200
+"""Bytes of a name; the kernel takes 249 with what is put around it."""
 
 log = logging.getLogger(__name__)
 
@@ -127,13 +142,28 @@ class _LocalEnd:
         slot_bytes, slots, arena_bytes = sizes
         names = [f"local reader {i}" for i in range(n_readers)]
         self._waiter = waiter
-        self._queue = BroadcastQueue.create(name, slot_bytes, slots, n_readers, arena_bytes)
-        self._waiters = [Waiter.create(f"{name}-{i}", n_readers + 1) for i in range(n_readers)]
-        self._bells = [reader.ringer(_WRITER_RINGER) for reader in self._waiters]
-        self._writer = self._queue.writer(self._bells, "slots or slot_bytes", largest, names)
-        pairs = [link_pair(name) for name in names]
-        self.links = [ours for ours, _ in pairs]
-        self._theirs = [theirs for _, theirs in pairs]
+        self._waiters: list[Waiter] = []
+        self._bells: list[Doorbell] = []
+        self.links: list[Link] = []
+        self._theirs: list[socket.socket] = []
+        with ExitStack() as made:  # its callbacks run in the opposite order
+            self._queue = BroadcastQueue.create(name, slot_bytes, slots, n_readers, arena_bytes)
+            made.callback(self._queue.close)
+            for i in range(n_readers):
+                reader = Waiter.create(f"{name}-{i}", n_readers + 1)
+                made.callback(reader.close)
+                self._waiters.append(reader)
+                self._bells.append(reader.ringer(_WRITER_RINGER))
+                made.callback(self._bells[i].close)
+            self._writer = self._queue.writer(self._bells, "slots or slot_bytes", largest, names)
+            made.callback(self._writer.close)
+            for who in names:
+                ours, theirs = link_pair(who)
+                made.callback(theirs.close)
+                made.callback(ours.close)
+                self.links.append(ours)
+                self._theirs.append(theirs)
+            made.pop_all()
         self._written: deque[tuple[int, float]] = deque(maxlen=slots)
         """What the ring had counted after each message that may be unread, and when."""
         self.small = self._writer.small
@@ -235,6 +265,19 @@ class MessageQueue:
         ConfigError if that cannot work.
 
         """
+        for what, number, least, most in (
+            ("local_readers", local_readers, None, None),
+            ("remote_readers", remote_readers, None, 65535),
+            ("port", port, 0, 65535),
+            ("slot_bytes", slot_bytes, None, 1 << 31),
+            ("slots", slots, None, 1 << 30),
+            ("arena_bytes", arena_bytes, 0, _MOST_BYTES),
+        ):
+            whole_number(what, number, least, most)
+        if slots * slot_bytes > _MOST_BYTES:
+            raise ConfigError(f"slots times slot_bytes is at most {_MOST_BYTES}, not {slots} times {slot_bytes}")
+        if not isinstance(name, str) or "\0" in name or not is_unicode(name) or len(name.encode()) > _MOST_NAME:
+            raise ConfigError(f"name is at most {_MOST_NAME} bytes of text without NUL, not {shown(name)}")
         if not 0 <= local_readers <= 254 or remote_readers < 0 or not local_readers + remote_readers:
             raise ConfigError(f"a queue has readers: {local_readers} local (at most 254), {remote_readers} remote")
         if remote_readers and not host:
@@ -263,15 +306,22 @@ class MessageQueue:
                 from drumline.transport.remote import RemoteWriter
 
                 self._remote = RemoteWriter(host, remote_readers, self._waiter.ring, remote, port)
+            links = self._local.links if self._local is not None else []
+            self._watch = _Watch(f"{name}-watch", links, deaths, self._waiter.ring)
         except BaseException as exc:
+            if self._remote is not None:
+                self._remote.close(0.0)
             if self._local is not None:
                 self._local.close()
             self._waiter.close()
+            if isinstance(exc, OSError) and exc.errno in (errno.ENOMEM, errno.EFBIG, errno.EINVAL):
+                raise ConfigError(
+                    f"no memory for a ring of {slots * slot_bytes} bytes and an arena of {arena_bytes}: make slots, "
+                    f"slot_bytes or arena_bytes smaller ({exc.strerror})"
+                ) from None
             if isinstance(exc, ValueError) and not isinstance(exc, ConfigError):
                 raise ConfigError(str(exc)) from None
             raise
-        links = self._local.links if self._local is not None else []
-        self._watch = _Watch(f"{name}-watch", links, deaths, self._waiter.ring)
         _ends.add(self)
 
     @staticmethod
@@ -320,7 +370,9 @@ class MessageQueue:
         if self._closed or self._watch.over or self._remote is not None:
             self._check()
         if self._inside and self._has_turn():
-            raise TransportError(f"{self.name}: enqueue inside of enqueue (a signal handler, a finalizer): use a thread")
+            raise TransportError(
+                f"{self.name}: enqueue inside of enqueue (a signal handler, a finalizer): use a thread"
+            )
         turn = self._turn
         try:
             # In here, since a signal handler may raise as soon as it is taken. No keywords, and no time where none is
@@ -456,25 +508,34 @@ class QueueReader:
             self._receive: Callable[[Decode], tuple[Any] | None] = self._receive_remote
         else:
             self._attach(handle.take(), data)
-            self._waiter.rehearse(Rehearsal.of_objects(codec))
-        waiter = self._remote or self._waiter
-        self._wait = waiter.wait
-        self._watch = _Watch(f"{data.queue}-watch", [self._link] if self._link else [], deaths, waiter.ring)
+        try:
+            if self._remote is None:
+                self._waiter.rehearse(Rehearsal.of_objects(codec))
+            waiter = self._remote or self._waiter
+            self._wait = waiter.wait
+            self._watch = _Watch(f"{data.queue}-watch", [self._link] if self._link else [], deaths, waiter.ring)
+        except BaseException:
+            self._close_parts()
+            raise
         _ends.add(self)
 
     def _attach(self, fds: Sequence[int], data: HandleData) -> None:
         ring, writer_bell, own_bell, link, *arena = fds
-        try:
+        with ExitStack() as taken, ExitStack() as made:
+            for fd in (ring, writer_bell, own_bell, *arena):
+                taken.callback(os.close, fd)
             self._link = attach_link(link, data.writer)
+            made.callback(self._link.close)
             self._waiter = Waiter.attach(own_bell)
+            made.callback(self._waiter.close)
             self._bell = Doorbell.attach(writer_bell, 1 + data.index)
+            made.callback(self._bell.close)
             self._queue = BroadcastQueue.attach(ring, *arena)
+            made.callback(self._queue.close)
             self._reader = self._queue.reader(data.index, self._bell)
             self._reader.on_due = self._waiter.expect
             self._receive = self._reader.receive
-        finally:
-            for fd in (ring, writer_bell, own_bell, *arena):
-                os.close(fd)
+            made.pop_all()
 
     def dequeue(self, timeout: float | None = None) -> Any:
         """The next object; wait for it for at most ``timeout`` seconds (None: as long as the writer lives).
@@ -539,6 +600,9 @@ class QueueReader:
             return
         self._closed = True
         self._watch.stop()
+        self._close_parts()
+
+    def _close_parts(self) -> None:
         if self._remote is not None:
             self._remote.close()
         else:
