@@ -109,7 +109,11 @@ class _Watch:
         fds = [*self._deaths, *(fd for link in links for fd in link.fds)]
         self._service = Service(name, fds, self._serve)
         if fds or links:
-            self._service.start()
+            try:
+                self._service.start()
+            except BaseException:
+                self._service.stop()
+                raise
 
     def _serve(self, ready: Sequence[int]) -> None:
         found = ""

@@ -21,6 +21,8 @@ def whole_number(name: str, value: object, least: int | None, most: int | None) 
     """ConfigError unless it is an int from ``least`` to ``most`` (None: any)."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} is a whole number (int), not {shown(value)}")
+    if least == 1 and value < 1:
+        raise ConfigError(f"{name} is more than 0, not {shown(value)}")
     if (least is not None and value < least) or (most is not None and value > most):
         limits = f"at least {least}" if most is None else f"at most {most}" if least is None else f"{least} to {most}"
         raise ConfigError(f"{name} is {limits}, not {shown(value)}")
