@@ -405,3 +405,14 @@ def test_what_lives_in_main_goes_by_value(main_module: types.ModuleType, monkeyp
 def test_what_cannot_be_sent_says_so() -> None:
     with pytest.raises(TypeError, match="pickle"):
         CodecRegistry().encode(sys._getframe())
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4), (0, 0)])
+@pytest.mark.parametrize("kind", ["f8", "i4", "u1", "i8", "?"])
+def test_empty_views_arrive(kind: str, shape: tuple[int, ...]) -> None:
+    view = memoryview(np.empty(shape, kind))
+    registry = CodecRegistry()
+    code, parts, buffers = registry.encode([view, "after"])
+    got, after = registry.decode(code, b"".join(parts), buffers)
+    assert (got.shape, got.nbytes, got.itemsize, got.readonly, after) == (shape, 0, view.itemsize, True, "after")
+    assert np.asarray(got).dtype == np.dtype(kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
 import multiprocessing
@@ -9,6 +10,7 @@ import os
 import pickle
 import random
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -526,6 +528,17 @@ def test_handles_say_what_is_wrong() -> None:
         ({"local_readers": 0}, "has readers"),
         ({"local_readers": 255}, "at most 254"),
         ({"slots": 0}, "at least one slot"),
+        ({"slots": 1 << 40}, "slots is at most"),
+        ({"slots": 1 << 30, "slot_bytes": 1 << 30}, "slots times slot_bytes is at most"),
+        ({"slot_bytes": 1.5}, "slot_bytes is a whole number"),
+        ({"local_readers": "2"}, "local_readers is a whole number"),
+        ({"local_readers": True}, "local_readers is a whole number"),
+        ({"arena_bytes": -5}, "arena_bytes is 0 to"),
+        ({"arena_bytes": 1 << 60}, "arena_bytes is 0 to"),
+        ({"arena_bytes": 1.5}, "arena_bytes is a whole number"),
+        ({"port": 70000, "remote_readers": 1, "host": LOCALHOST}, "port is 0 to 65535"),
+        ({"name": "n" * 300}, "name is at most 200 bytes"),
+        ({"name": "a\0b"}, "without NUL"),
         ({"slot_bytes": 0, "remote_readers": 1, "host": LOCALHOST}, "at least one slot"),
         ({"remote_readers": -1}, "has readers"),
         ({"remote_readers": 1}, "need host"),
@@ -537,8 +550,63 @@ def test_handles_say_what_is_wrong() -> None:
     ],
 )
 def test_impossible_queues(arguments: dict[str, Any], match: str) -> None:
+    before = open_descriptors()
     with pytest.raises(ConfigError, match=match):
         MessageQueue(**arguments)
+    gc.collect()
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"window_bytes": 1e9}, "window_bytes is a whole number"),
+        ({"max_message_bytes": float("inf")}, "max_message_bytes is a whole number"),
+        ({"max_message_bytes": 1 << 70}, "max_message_bytes is 1 to"),
+        ({"heartbeat_s": float("inf")}, "heartbeat_s is at most"),
+        ({"reconnect_s": float("nan")}, "reconnect_s is a number of seconds"),
+        ({"connect_s": "5"}, "connect_s is a number of seconds"),
+    ],
+)
+def test_impossible_options(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        RemoteOptions(**arguments)
+
+
+def test_too_few_descriptors_leave_none_open() -> None:
+    """Whichever is the one that cannot be had, of the writer's and of the reader's."""
+
+    def try_all() -> None:
+        def make_both() -> None:
+            with MessageQueue(2) as queue, MessageQueue.attach(queue.handles[0]) as reader:
+                queue.enqueue(1)
+                assert reader.dequeue(LONG) == 1
+
+        make_both()
+        gc.collect()
+        before = open_descriptors()
+        highest = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        failed = 0
+        for limit in range(3, highest + 60):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            try:
+                make_both()
+            except OSError as error:
+                if error.errno != errno.EMFILE:
+                    raise
+                failed += 1
+                del error
+            else:
+                break
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            gc.collect()
+            assert open_descriptors() == before, f"of {limit}"
+        assert 10 < failed < highest + 57
+
+    with children() as start:
+        assert start(try_all).join() == 0
 
 
 def test_too_large_for_the_remote_limit_and_nothing_was_sent() -> None:

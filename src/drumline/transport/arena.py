@@ -21,8 +21,10 @@ anything that two processes write. Generations are counted modulo 2^32 and only 
 **Life of a block on the reader's side.** A view is made over an object that owns nothing (a ctypes array at that place
 of the mapping); every memoryview, numpy array or tensor that is made from it holds that object. When the last of them
 is collected, its finalizer writes the generation. It runs wherever the collection happens, in any thread, and needs no
-lock. A process that was forked meanwhile has the views too and must not free anything: finalizers look at the pid. At
-the end of the interpreter nothing is freed: who still held views then was not done with them.
+lock. Until the message was taken for good it does nothing: where an exception (a signal handler's) ends the taking, the
+same message is taken again, and its blocks must still be there. A process that was forked meanwhile has the views too
+and must not free anything: finalizers look at the pid. At the end of the interpreter nothing is freed: who still held
+views then was not done with them.
 
 Order (see fence.py). Writer: bytes and stamp, order, the ring's ``written``. Reader: ``written``, order, stamp and
 bytes; reads, order, freed word, **fence**, ``wanted``. Writer: ``wanted``, **fence**, freed words, order, bytes.
@@ -154,7 +156,7 @@ class FreeList:
         return None
 
     def free(self, start: int, size: int) -> None:
-        """Take back what :meth:`allocate` gave."""
+        """Take back what :meth:`allocate` gave. All of it or, if a signal handler raises, nothing."""
         end = start + size
         i = bisect_left(self._starts, start)
         joins_before = i > 0 and self._ends[i - 1] == start
@@ -167,8 +169,8 @@ class FreeList:
         elif joins_after:
             self._starts[i] = start
         else:
-            self._starts.insert(i, start)
-            self._ends.insert(i, end)
+            self._starts[i:i] = [start]
+            self._ends[i:i] = [end]
 
     def pieces(self) -> list[tuple[int, int]]:
         """Start and end of each free piece, in order."""
@@ -204,6 +206,8 @@ class ArenaWriter:
         self._freed = [layout.freed_at(i) for i in range(layout.n_readers)]
         self._free = FreeList(layout.data_bytes)
         self._indices = list(range(layout.blocks - 1, -1, -1))
+        self._unsent: list[Block] = []
+        """Blocks that were allocated since all of them were known to be sent, or free again."""
         self._generation = generation
         self._used: dict[int, Block] = {}
         """Blocks in use by index, oldest first."""
@@ -223,21 +227,15 @@ class ArenaWriter:
             return None
         self._collect(_LOOKED_AT)
         pages = -(-max(size, 1) // PAGE) * PAGE
-        offset = self._find(pages)
-        words = self._words
-        if offset is None:
+        block = self._find(pages)
+        if block is None:
             self._collect(len(self._used))
-            offset = self._find(pages)
-        if offset is None:
-            words[_WANTED] = 1
+            block = self._find(pages)
+        if block is None:
+            self._words[_WANTED] = 1
             fence()
             self._collect(len(self._used))
-            offset = self._find(pages)
-            if offset is None:
-                return None
-        self._generation = (self._generation + 1) & _MASK or 1
-        index = self._indices.pop()
-        block = self._used[index] = Block(index, self._generation, offset, pages)
+            block = self._find(pages)
         return block
 
     def content(self) -> None:
@@ -245,8 +243,22 @@ class ArenaWriter:
         if self._words[_WANTED]:
             self._words[_WANTED] = 0
 
-    def _find(self, pages: int) -> int | None:
-        return self._free.allocate(pages) if self._indices else None
+    def _find(self, pages: int) -> Block | None:
+        if not self._indices:
+            return None
+        generation = (self._generation + 1) & _MASK or 1
+        block = Block(self._indices[-1], generation, 0, pages)
+        block.sent = time.monotonic()
+        offset = self._free.allocate(pages)
+        # No calls from here on: after each of them a signal handler may raise, and the place would be lost
+        if offset is None:
+            return None
+        block.offset = offset
+        self._generation = generation
+        self._used[block.index] = block
+        del self._indices[-1]
+        self._unsent += [block]
+        return block
 
     def fill(self, block: Block, view: memoryview) -> None:
         """Copy the bytes in."""
@@ -260,7 +272,17 @@ class ArenaWriter:
 
     def cancel(self, block: Block) -> None:
         """No message has gone out with this block."""
-        self._give_back(block)
+        if self._used.get(block.index) is block:
+            self._give_back(block)
+
+    def abandon(self, written: int) -> None:
+        """No message is under way: free the blocks of those that the ring, which counts ``written``, never got."""
+        unsent = self._unsent
+        while unsent:
+            position = unsent[-1].position
+            if position is None or (written - position) & _SIGN:
+                self.cancel(unsent[-1])
+            del unsent[-1]
 
     def _collect(self, most: int) -> None:
         """Give back what all readers have freed, among the ``most`` oldest."""
@@ -282,9 +304,9 @@ class ArenaWriter:
         order()  # what the readers did before they freed these comes before what is written into them
 
     def _give_back(self, block: Block) -> None:
-        del self._used[block.index]
-        self._indices.append(block.index)
         self._free.free(block.offset, block.size)
+        del self._used[block.index]  # no calls between these three, see above
+        self._indices += [block.index]
 
     def press(self, reads: Sequence[int]) -> None:
         """The arena is full: name readers that hold blocks for long, and have them get copies from now on.
@@ -346,11 +368,13 @@ class ArenaReader:
         self.rereads = 0
         """Times that a block was not there at first look. Must be 0."""
 
-    def take(self, offset: int, length: int, index: int, generation: int) -> memoryview:
+    def take(self, offset: int, length: int, index: int, generation: int, taking: Taking | None = None) -> memoryview:
         """A read-only view (bytes) of a block that a message names. The block is freed when the last view is collected.
 
         A copy, and the block freed at once, if this reader has held blocks for too long. TransportError if the block is
         not the one that the message means, or the reader is closed.
+
+        ``taking``: the block is not freed before that is settled, so that it can be taken once more.
         """
         if self._data is None:
             raise TransportError("this arena is closed")
@@ -361,9 +385,13 @@ class ArenaReader:
         span = min(1 << (length - 1).bit_length(), self.layout.data_bytes - offset) if length else 1
         owner = (ctypes.c_char * span).from_buffer(self._data, offset)
         view = memoryview(owner).toreadonly().cast("B")[:length]
-        finalizer = weakref.finalize(owner, self._ledger.free, index, generation)
+        if taking is None:
+            taking = Taking()
+            taking.settled[0] = True
+        finalizer = weakref.finalize(owner, self._ledger.free, index, generation, taking.settled)
         finalizer.atexit = False
         if self._words[self._flag]:
+            taking.copied.append(view)
             return memoryview(bytes(view))
         return view
 
@@ -388,6 +416,18 @@ class ArenaReader:
         self._control.close()
 
 
+class Taking:
+    """Blocks that one record names, from when the first is taken until it is known that it will not be read again."""
+
+    __slots__ = ("copied", "settled")
+
+    def __init__(self) -> None:
+        self.settled = [False]
+        """True from then on, as one store: views that end now free their blocks."""
+        self.copied: list[memoryview] = []
+        """Views of which the message has copies: they end with this."""
+
+
 class _Ledger:
     """What the finalizers of one reader need; it outlives the reader."""
 
@@ -397,9 +437,9 @@ class _Ledger:
         self._on_wanted = on_wanted
         self._pid = os.getpid()
 
-    def free(self, index: int, generation: int) -> None:
-        """The last view of this block is gone."""
-        if os.getpid() != self._pid:
+    def free(self, index: int, generation: int, settled: Sequence[bool]) -> None:
+        """The last view of this block is gone. Nothing happens unless its taking is ``settled``."""
+        if not settled[0] or os.getpid() != self._pid:
             return
         order()
         self._words[self._at + index] = generation

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from time import perf_counter_ns
 
 from drumline.errors import MessageTooLargeError, RPCTimeoutError
@@ -71,10 +72,24 @@ class Sending:
     def without_arena(self) -> None:
         """Wait no longer for the arena: what has no room there now goes through the ring."""
         if self._pieces is None:
-            self._pieces = self._ring.start(*self._message)
+            try:
+                self._pieces = self._ring.start(*self._message)
+            except BaseException:
+                self._ring.abandon()
+                raise
 
     def go_on(self) -> bool:
-        """Send what there is room for now. True: all is sent. False: this writer's waiter will be rung."""
+        """Send what there is room for now. True: all is sent. False: this writer's waiter will be rung.
+
+        If it raises, the message will not be finished.
+        """
+        try:
+            return self._go_on()
+        except BaseException:
+            self._ring.abandon()
+            raise
+
+    def _go_on(self) -> bool:
         pieces = self._pieces
         if pieces is None:
             pieces = self._pieces = self._ring.start_with_arena(*self._message)
@@ -209,11 +224,11 @@ class QueueWriter:
                 alive()
             return sending.go_on() or None
 
-        patience = time.monotonic() + self._patience_s
-        done = waiter.wait(
-            lambda: go_on() or sending.begun or None, patience if deadline is None else min(deadline, patience)
-        )
         try:
+            patience = time.monotonic() + self._patience_s
+            done = waiter.wait(
+                lambda: go_on() or sending.begun or None, patience if deadline is None else min(deadline, patience)
+            )
             if done is None:
                 self._patience_s /= 2
                 sending.without_arena()
@@ -270,18 +285,29 @@ class BroadcastQueue:
         ``arena_bytes``: of the arena for large buffers; 0: none, then all goes through the ring.
         """
         layout = RingLayout(slot_bytes, slots, n_readers)
-        memory = SharedMemory.create(layout.total_bytes, f"drumline-{name}")
-        layout.init(memory.buf)
-        if not arena_bytes:
-            return cls(memory)
-        arena = create_arena(f"{name}-arena", arena_bytes, n_readers)
-        return cls(memory, arena, arena.fd)
+        with ExitStack() as made:
+            memory = SharedMemory.create(layout.total_bytes, f"drumline-{name}")
+            made.callback(memory.close)
+            layout.init(memory.buf)
+            arena = create_arena(f"{name}-arena", arena_bytes, n_readers) if arena_bytes else None
+            if arena is not None:
+                made.callback(arena.close)
+            queue = cls(memory, arena, arena.fd if arena is not None else -1)
+            made.pop_all()
+        return queue
 
     @classmethod
     def attach(cls, fd: int, arena_fd: int = -1) -> BroadcastQueue:
         """The queue that a peer made. The descriptors stay the caller's; the arena's until an end is taken."""
-        arena = SharedMemory.attach(arena_fd) if arena_fd >= 0 else None
-        return cls(SharedMemory.attach(fd), arena, arena_fd)
+        with ExitStack() as made:
+            arena = SharedMemory.attach(arena_fd) if arena_fd >= 0 else None
+            if arena is not None:
+                made.callback(arena.close)
+            memory = SharedMemory.attach(fd)
+            made.callback(memory.close)
+            queue = cls(memory, arena, arena_fd)
+            made.pop_all()
+        return queue
 
     @property
     def fd(self) -> int:
@@ -324,7 +350,11 @@ def create_arena(name: str, data_bytes: int, n_readers: int) -> SharedMemory:
     """Memory of a new arena: an :class:`ArenaWriter` takes it, an :class:`ArenaReader` its descriptor."""
     layout = ArenaLayout(data_bytes, n_readers)
     memory = SharedMemory.create(layout.total_bytes, f"drumline-{name}")
-    layout.init(memory.buf)
+    try:
+        layout.init(memory.buf)
+    except BaseException:
+        memory.close()
+        raise
     return memory
 
 

@@ -22,10 +22,11 @@ Kinds:
 that the transport hands over, so a large one is never copied on the reading side and lives as long as anything refers
 to it; a small one lies in ``data`` and is copied, which is cheaper. Either way it arrives **read-only**, whatever its
 size: other readers share the memory. Writing to an array raises ValueError. Torch knows no read-only memory, so tensors
-arrive as inference tensors: writing to one, or recording it for autograd, raises RuntimeError and says to clone it
-(inside ``torch.inference_mode()`` torch does not look, so there a received tensor must not be written to). Parameters
-arrive as copies, since they exist to be changed. Arrays that are not contiguous are made so. A memoryview or
-``pickle.PickleBuffer`` arrives as a read-only memoryview.
+arrive as inference tensors: recording one for autograd raises RuntimeError and says to clone it, and so does writing to
+one outside ``torch.inference_mode()``, but only after torch has written: to a copy where the tensor is small, and to
+pages without the right to write where it is large, which ends the process (SIGSEGV). So a received tensor must not be
+written to. Parameters arrive as copies, since they exist to be changed. Arrays that are not contiguous are made so. A
+memoryview or ``pickle.PickleBuffer`` arrives as a read-only memoryview.
 
 Large ``bytes`` and ``str`` are objects with memory of their own, so they are copied once, straight from the
 transport's memory into the new object. Pickle writes one of 64 KiB or more to its file as it is: our "file" is a list
@@ -56,9 +57,11 @@ from __future__ import annotations
 
 import collections
 import copyreg
+import ctypes
 import functools
 import importlib
 import marshal
+import math
 import pickle
 import struct
 import sys
@@ -98,6 +101,11 @@ _GLOBAL = 0x93
 _KEPT_MOST = 2048
 """A pickler that wrote more bytes than this is not used again."""
 _Dispatch = dict[type, Callable[[Any], Any]]
+_ITEMS: dict[str, Any] = {item._type_: item for item in (
+    ctypes.c_bool, ctypes.c_char, ctypes.c_byte, ctypes.c_ubyte, ctypes.c_short, ctypes.c_ushort, ctypes.c_int,
+    ctypes.c_uint, ctypes.c_long, ctypes.c_ulong, ctypes.c_float, ctypes.c_double, ctypes.c_void_p,
+)} | {"q": ctypes.c_longlong, "Q": ctypes.c_ulonglong, "n": ctypes.c_ssize_t, "N": ctypes.c_size_t}  # fmt: skip
+"""Items of memoryviews by their formats."""
 
 
 class CodecRegistry:
@@ -382,7 +390,20 @@ def _reduce_view(view: memoryview) -> Any:
 
 def _rebuild_view(buffer: Any, form: str, shape: tuple[int, ...]) -> memoryview:
     view = memoryview(buffer)
-    return view if form == "B" and len(shape) == 1 else view.cast(form, shape)  # type: ignore[call-overload]
+    if form == "B" and len(shape) == 1:
+        return view
+    return view.cast(form, shape) if 0 not in shape else _empty_view(form, shape)  # type: ignore[call-overload]
+
+
+def _empty_view(form: str, shape: tuple[int, ...]) -> memoryview:
+    """A view without items, which ``cast`` refuses to make: a slice of one that has some, or an array of ctypes."""
+    if 0 not in shape[1:]:
+        one = memoryview(bytes(struct.calcsize(form) * math.prod(shape[1:])))
+        return one.cast(form, (1, *shape[1:]))[:0]  # type: ignore[call-overload,no-any-return]
+    kind: Any = _ITEMS[form[-1]]
+    for length in reversed(shape):
+        kind *= length
+    return memoryview(kind()).toreadonly()
 
 
 def _reduce_array(array: Any) -> Any:

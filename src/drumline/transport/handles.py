@@ -17,6 +17,8 @@ from drumline.transport.remote_options import RemoteHandle
 _LENGTH = struct.Struct("<I")
 _MAX_BYTES = 1 << 16
 _MAX_FDS = 8
+_LOCAL_FDS = (4, 5)
+"""Descriptors of a local reader, without and with an arena."""
 
 
 class HandleData(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,10 +46,18 @@ class QueueHandle:
       where nobody else can read them.
     """
 
-    def __init__(self, data: HandleData, fds: Sequence[int], *, owned: bool) -> None:
+    def __init__(self, data: HandleData, fds: Sequence[int], *, owned: bool, ended: Sequence[bool] = (False,)) -> None:
+        """``ended``: its first item says whether the queue was closed in this process, to which ``fds`` belong then."""
         self._data = data
         self._fds = tuple(fds)
         self._owned = owned
+        self._used = False
+        self._ended = ended
+
+    def check(self) -> None:
+        """ChannelClosedError if the queue was closed in this process: its descriptors may be another's by now."""
+        if self._ended[0]:
+            raise ChannelClosedError(f"{self._data.queue}: this queue was closed")
 
     @property
     def index(self) -> int:
@@ -66,7 +76,11 @@ class QueueHandle:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Descriptors that must reach the reader's process, in this order. They belong to whoever made the handle."""
+        """Descriptors that must reach the reader's process, in this order. They belong to whoever made the handle.
+
+        ChannelClosedError once the queue was closed in this process.
+        """
+        self.check()
         return self._fds
 
     def to_bytes(self) -> bytes:
@@ -79,9 +93,14 @@ class QueueHandle:
         return cls(_decoder.decode(data), fds, owned=True)
 
     def send(self, sock: socket.socket) -> None:
-        """Send over a connected unix stream socket."""
+        """Send over a connected unix stream socket. ChannelClosedError once the queue was closed in this process."""
         data = self.to_bytes()
-        socket.send_fds(sock, [_LENGTH.pack(len(data)) + data], self._fds)
+        fds = self._duplicates()
+        try:
+            socket.send_fds(sock, [_LENGTH.pack(len(data)) + data], fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     @classmethod
     def receive(cls, sock: socket.socket) -> QueueHandle:
@@ -101,15 +120,42 @@ class QueueHandle:
             raise
 
     def take(self) -> list[int]:
-        """The descriptors, for the one who opens the queue and then owns them. Once only."""
-        fds = [fd if self._owned else os.dup(fd) for fd in self._fds]
-        self._fds, self._owned = (), False
+        """The descriptors of a local reader, for the one who opens the queue and then owns them. Once only.
+
+        ChannelClosedError after that, and if the queue was closed in this process. ValueError if some are missing.
+        """
+        if self._used:
+            raise ChannelClosedError(f"{self!r} was used: each opens one reader, once")
+        if len(self._fds) not in _LOCAL_FDS:
+            raise ValueError(
+                f"{self!r} has {len(self._fds)} descriptors, and opens with {_LOCAL_FDS[0]} or {_LOCAL_FDS[1]}: those "
+                "of QueueHandle.fds go with the bytes, as from_bytes(data, fds)"
+            )
+        fds = list(self._fds) if self._owned else self._duplicates()
+        self._fds, self._owned, self._used = (), False, True
         return fds
+
+    def _duplicates(self) -> list[int]:
+        """New descriptors of the same files, none of another queue."""
+        self.check()
+        found: list[int] = []
+        try:
+            for fd in self._fds:
+                found.append(os.dup(fd))
+            self.check()  # closed meanwhile, by another thread
+        except BaseException as exc:
+            for fd in found:
+                os.close(fd)
+            if isinstance(exc, OSError):
+                self.check()
+            raise
+        return found
 
     def close(self) -> None:
         """Let go of it unopened: of the descriptors that it owns. Idempotent."""
         if self._owned:
-            for fd in self.take():
+            fds, self._fds, self._owned, self._used = self._fds, (), False, True
+            for fd in fds:
                 os.close(fd)
 
     def __reduce__(self) -> Any:
@@ -118,7 +164,7 @@ class QueueHandle:
                 "the handle of a local reader holds descriptors, which go to another process as arguments of a "
                 "multiprocessing.Process, or over a unix socket (QueueHandle.send)"
             )
-        return _rebuild, (self.to_bytes(), [reduction.DupFd(fd) for fd in self._fds])
+        return _rebuild, (self.to_bytes(), [reduction.DupFd(fd) for fd in self.fds])
 
     def __repr__(self) -> str:
         kind = "remote" if self.is_remote else "local"

@@ -14,6 +14,7 @@ inherited an end of the socket (and its end of file would not come).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -39,6 +40,8 @@ class Link:
         """Of the other side; 0 until it has attached."""
         self.over = ""
         """Why nothing more can be expected of the other side; empty while it lives."""
+        self.truncated = False
+        """The other side's pidfd was lost: this process could have no more descriptors."""
         self.closed = False
         """The other side closed in good order."""
 
@@ -63,12 +66,12 @@ class Link:
 
     def greet(self) -> None:
         """Tell the other side who we are."""
-        with contextlib.suppress(OSError):
-            pidfd = os.pidfd_open(os.getpid())
-            try:
+        pidfd = os.pidfd_open(os.getpid())
+        try:
+            with contextlib.suppress(OSError):  # it is gone
                 socket.send_fds(self._sock, [_HELLO + _PID.pack(os.getpid())], [pidfd])
-            finally:
-                os.close(pidfd)
+        finally:
+            os.close(pidfd)
 
     def look(self, ready: Sequence[int]) -> bool:
         """Take what the other side has said; True if that changed anything. ``ready``: descriptors that woke."""
@@ -83,7 +86,8 @@ class Link:
     def _receive(self) -> None:
         while not self.over:
             try:
-                data, fds, _, _ = socket.recv_fds(self._sock, 1 + _PID.size, 1)
+                data, fds, flags, _ = socket.recv_fds(self._sock, 1 + _PID.size, 1)
+                self.truncated |= bool(flags & socket.MSG_CTRUNC)
             except BlockingIOError:
                 return
             except ConnectionResetError:
@@ -115,20 +119,35 @@ def link_pair(reader: str) -> tuple[Link, socket.socket]:
     """The writer's end, and what the reader makes its own of (:func:`attach_link`). ``reader``: its name."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link = Link(ours, reader)
-    link.greet()
+    try:
+        link.greet()
+    except BaseException:
+        link.close()
+        theirs.close()
+        raise
     return link, theirs
 
 
 def attach_link(fd: int, writer: str) -> Link:
     """The reader's end; takes over the descriptor. ``writer``: the other side's name.
 
-    TransportError if somebody else has attached here before.
+    TransportError if somebody else has attached here before, OSError if there are no descriptors left.
     """
-    sock = socket.socket(fileno=fd)
+    try:
+        sock = socket.socket(fileno=fd)
+    except BaseException:
+        os.close(fd)
+        raise
     link = Link(sock, writer)
     link.look(())
     if not link.pid:
         sock.close()
+        if link.truncated:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         raise TransportError(f"this handle for a reader of {writer} is in use already: each goes to one reader")
-    link.greet()
+    try:
+        link.greet()
+    except BaseException:
+        link.close()
+        raise
     return link

@@ -11,21 +11,35 @@ dies or closes. What is where: ring.py, arena.py and broadcast.py (memory), remo
 links.py and deaths.py (who lives), handles.py (what is sent to a reader's process).
 
 Locks. ``_turn`` makes the whole of an enqueue one act, since the ring has one writer and a message goes to all readers
-or to none. The service thread never takes it: it notes who is gone and rings.
+or to none. The service thread never takes it: it notes who is gone and rings. It is let go of whatever a signal handler
+raises (KeyboardInterrupt), and wherever: Python runs handlers after calls, so the instant after ``acquire`` is one of
+those places, and only a lock that knows its owner can be released there without being told.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from drumline.errors import ChannelClosedError, ConfigError, QueueTimeoutError, RPCTimeoutError
+from drumline.errors import (
+    ChannelClosedError,
+    ConfigError,
+    QueueTimeoutError,
+    RPCTimeoutError,
+    TransportError,
+    is_unicode,
+    shown,
+)
 from drumline.transport.broadcast import BroadcastQueue
 from drumline.transport.codec import CodecRegistry, Encoded
 from drumline.transport.deaths import DeathSource
@@ -34,7 +48,7 @@ from drumline.transport.handles import HandleData, QueueHandle
 from drumline.transport.links import Link, attach_link, link_pair
 from drumline.transport.native import COUNT
 from drumline.transport.rehearsal import Rehearsal
-from drumline.transport.remote_options import RemoteOptions
+from drumline.transport.remote_options import RemoteOptions, whole_number
 from drumline.transport.service import Service
 from drumline.transport.waiter import Waiter, deadline_after
 
@@ -48,11 +62,37 @@ LINGER_S = 5.0
 LONG_WAIT_S = 60.0
 """Seconds that a writer waits for room before it says in the log who has not read."""
 _WRITER_RINGER = 1
+_MOST_BYTES = 1 << 46
+"""Of ring and arena; a process of this machine can map little more."""
+_MOST_NAME = 200
+"""Bytes of a name; the kernel takes 249 with what is put around it."""
 
 log = logging.getLogger(__name__)
 
 
 Decode = Callable[[int, memoryview, Sequence[memoryview]], Any]
+
+
+_ends: weakref.WeakSet[MessageQueue | QueueReader] = weakref.WeakSet()
+"""Of this process, for who is forked from it."""
+
+
+def _disown() -> None:
+    """In a forked child: what its parent has made is not the child's. Closed for it, which costs no look of its own."""
+    for end in list(_ends):
+        end._closed = True
+
+
+os.register_at_fork(after_in_child=_disown)
+
+
+def _why_closed(end: MessageQueue | QueueReader, kind: str) -> str:
+    if os.getpid() == end._maker:
+        return f"this {kind} is closed"
+    return (
+        f"this {kind} is that of process {end._maker}, which made it; a forked child (this one is {os.getpid()}) "
+        f"cannot use it: it attaches to a handle"
+    )
 
 
 class _Watch:
@@ -69,7 +109,11 @@ class _Watch:
         fds = [*self._deaths, *(fd for link in links for fd in link.fds)]
         self._service = Service(name, fds, self._serve)
         if fds or links:
-            self._service.start()
+            try:
+                self._service.start()
+            except BaseException:
+                self._service.stop()
+                raise
 
     def _serve(self, ready: Sequence[int]) -> None:
         found = ""
@@ -102,13 +146,28 @@ class _LocalEnd:
         slot_bytes, slots, arena_bytes = sizes
         names = [f"local reader {i}" for i in range(n_readers)]
         self._waiter = waiter
-        self._queue = BroadcastQueue.create(name, slot_bytes, slots, n_readers, arena_bytes)
-        self._waiters = [Waiter.create(f"{name}-{i}", n_readers + 1) for i in range(n_readers)]
-        self._bells = [reader.ringer(_WRITER_RINGER) for reader in self._waiters]
-        self._writer = self._queue.writer(self._bells, "slots or slot_bytes", largest, names)
-        pairs = [link_pair(name) for name in names]
-        self.links = [ours for ours, _ in pairs]
-        self._theirs = [theirs for _, theirs in pairs]
+        self._waiters: list[Waiter] = []
+        self._bells: list[Doorbell] = []
+        self.links: list[Link] = []
+        self._theirs: list[socket.socket] = []
+        with ExitStack() as made:  # its callbacks run in the opposite order
+            self._queue = BroadcastQueue.create(name, slot_bytes, slots, n_readers, arena_bytes)
+            made.callback(self._queue.close)
+            for i in range(n_readers):
+                reader = Waiter.create(f"{name}-{i}", n_readers + 1)
+                made.callback(reader.close)
+                self._waiters.append(reader)
+                self._bells.append(reader.ringer(_WRITER_RINGER))
+                made.callback(self._bells[i].close)
+            self._writer = self._queue.writer(self._bells, "slots or slot_bytes", largest, names)
+            made.callback(self._writer.close)
+            for who in names:
+                ours, theirs = link_pair(who)
+                made.callback(theirs.close)
+                made.callback(ours.close)
+                self.links.append(ours)
+                self._theirs.append(theirs)
+            made.pop_all()
         self._written: deque[tuple[int, float]] = deque(maxlen=slots)
         """What the ring had counted after each message that may be unread, and when."""
         self.small = self._writer.small
@@ -210,13 +269,31 @@ class MessageQueue:
         ConfigError if that cannot work.
 
         """
+        for what, number, least, most in (
+            ("local_readers", local_readers, None, None),
+            ("remote_readers", remote_readers, None, 65535),
+            ("port", port, 0, 65535),
+            ("slot_bytes", slot_bytes, None, 1 << 31),
+            ("slots", slots, None, 1 << 30),
+            ("arena_bytes", arena_bytes, 0, _MOST_BYTES),
+        ):
+            whole_number(what, number, least, most)
+        if slots * slot_bytes > _MOST_BYTES:
+            raise ConfigError(f"slots times slot_bytes is at most {_MOST_BYTES}, not {slots} times {slot_bytes}")
+        if not isinstance(name, str) or "\0" in name or not is_unicode(name) or len(name.encode()) > _MOST_NAME:
+            raise ConfigError(f"name is at most {_MOST_NAME} bytes of text without NUL, not {shown(name)}")
         if not 0 <= local_readers <= 254 or remote_readers < 0 or not local_readers + remote_readers:
             raise ConfigError(f"a queue has readers: {local_readers} local (at most 254), {remote_readers} remote")
         if remote_readers and not host:
             raise ConfigError("remote readers need host: the address of this machine that they connect to")
         self.name = name
         self._encode = (codec or CodecRegistry()).encode
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()  # it knows whose it is, also where a signal handler has raised meanwhile
+        self._has_turn: Callable[[], bool] = self._turn._is_owned  # type: ignore[attr-defined]
+        self._ended = [False]
+        """For handles: the descriptors are not this queue's any more."""
+        self._inside = False
+        """The thread whose turn it is does something with it."""
         self._maker = os.getpid()
         self._closed = False
         self._begin = 0.0
@@ -233,15 +310,23 @@ class MessageQueue:
                 from drumline.transport.remote import RemoteWriter
 
                 self._remote = RemoteWriter(host, remote_readers, self._waiter.ring, remote, port)
+            links = self._local.links if self._local is not None else []
+            self._watch = _Watch(f"{name}-watch", links, deaths, self._waiter.ring)
         except BaseException as exc:
+            if self._remote is not None:
+                self._remote.close(0.0)
             if self._local is not None:
                 self._local.close()
             self._waiter.close()
+            if isinstance(exc, OSError) and exc.errno in (errno.ENOMEM, errno.EFBIG, errno.EINVAL):
+                raise ConfigError(
+                    f"no memory for a ring of {slots * slot_bytes} bytes and an arena of {arena_bytes}: make slots, "
+                    f"slot_bytes or arena_bytes smaller ({exc.strerror})"
+                ) from None
             if isinstance(exc, ValueError) and not isinstance(exc, ConfigError):
                 raise ConfigError(str(exc)) from None
             raise
-        links = self._local.links if self._local is not None else []
-        self._watch = _Watch(f"{name}-watch", links, deaths, self._waiter.ring)
+        _ends.add(self)
 
     @staticmethod
     def attach(
@@ -252,16 +337,21 @@ class MessageQueue:
 
     @property
     def handles(self) -> list[QueueHandle]:
-        """One for each reader: the local ones, then the remote ones. Each goes to one process (or thread)."""
+        """One for each reader: the local ones, then the remote ones. Each goes to one process (or thread).
+
+        They are good while this queue is open: ChannelClosedError after that, here and of who attaches to one.
+        """
+        if self._ended[0]:
+            self._check()
         found = []
         writer = f"the writer of {self.name}"
         if self._local is not None:
             for index in range(len(self._local.links)):
                 data = HandleData(queue=self.name, index=index, writer=writer)
-                found.append(QueueHandle(data, self._local.fds(index), owned=False))
+                found.append(QueueHandle(data, self._local.fds(index), owned=False, ended=self._ended))
         for remote in self._remote.handles if self._remote is not None else ():
             data = HandleData(queue=self.name, index=remote.index, writer=writer, remote=remote)
-            found.append(QueueHandle(data, (), owned=False))
+            found.append(QueueHandle(data, (), owned=False, ended=self._ended))
         return found
 
     @property
@@ -275,7 +365,7 @@ class MessageQueue:
         It is encoded once, and written when this returns: the caller may change it then. Raises:
 
         QueueTimeoutError (a TimeoutError): no room. It names who has not read, how much, since when. Nothing was sent.
-        ChannelClosedError: a reader is gone, or the queue was closed.
+        ChannelClosedError: a reader is gone, or the queue was closed, or this is a forked child of who made it.
         MessageTooLargeError: it can never fit.
         Whatever pickling raises for what cannot be sent.
         """
@@ -283,28 +373,41 @@ class MessageQueue:
         encoded = kind, parts, buffers = self._encode(obj)
         if self._closed or self._watch.over or self._remote is not None:
             self._check()
+        if self._inside and self._has_turn():
+            raise TransportError(
+                f"{self.name}: enqueue inside of enqueue (a signal handler, a finalizer): use a thread"
+            )
         turn = self._turn
-        if not turn.acquire(False):  # no keywords, and no time where none is needed: a fifth of what it takes with them
-            left = -1 if deadline is None else max(0.0, deadline - time.monotonic())
-            if not turn.acquire(timeout=left):
-                raise QueueTimeoutError(f"{self.name}: no turn within {timeout:g} s: another thread waits for room")
         try:
-            local = self._local
-            if self._remote is not None or local is None:
-                self._send(encoded, deadline)
-                return
-            if len(parts) == 1 and not buffers:
-                data = parts[0]
-                if type(data) is bytes and len(data) <= local.small and local.write_small(data, kind):
+            # In here, since a signal handler may raise as soon as it is taken. No keywords, and no time where none is
+            # needed: a fifth of what it takes with them
+            if not turn.acquire(False) and not turn.acquire(
+                timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())
+            ):
+                raise QueueTimeoutError(f"{self.name}: no turn within {timeout:g} s: another thread waits for room")
+            self._inside = True
+            try:
+                local = self._local
+                if self._remote is not None or local is None:
+                    self._send(encoded, deadline)
                     return
-            self._begin = 0.0
-            local.write(encoded, deadline, self._alive)
+                if len(parts) == 1 and not buffers:
+                    data = parts[0]
+                    if type(data) is bytes and len(data) <= local.small and local.write_small(data, kind):
+                        return
+                self._begin = 0.0
+                local.write(encoded, deadline, self._alive)
+            finally:
+                self._inside = False
         except RPCTimeoutError:
             raise self._no_room(timeout) from None
-        except QueueTimeoutError:
-            raise self._no_room(timeout) from None
+        except QueueTimeoutError as exc:
+            raise (exc if exc.args else self._no_room(timeout)) from None
         finally:
-            turn.release()
+            try:
+                turn.release()
+            except RuntimeError:  # it never was this thread's
+                pass
 
     def _no_room(self, timeout: float | None) -> QueueTimeoutError:
         who = "; ".join(self.laggards()) or "all have read everything by now"
@@ -343,15 +446,20 @@ class MessageQueue:
 
     def _check(self) -> None:
         if self._closed:
-            raise ChannelClosedError(f"{self.name}: this queue is closed")
+            raise ChannelClosedError(f"{self.name}: {_why_closed(self, 'queue')}")
         if self._watch.over:
             raise ChannelClosedError(f"{self.name}: {self._watch.over}")
         if self._remote is not None:
             self._remote.check()
 
     def laggards(self) -> list[str]:
-        """A line for each reader that has not read everything: who, how much, since when."""
-        local = self._local.laggards() if self._local is not None else []
+        """A line for each reader that has not read everything: who, how much, since when. Once closed: none."""
+        if self._ended[0]:
+            return []
+        try:
+            local = self._local.laggards() if self._local is not None else []
+        except ValueError:  # another thread has just closed it
+            return []
         return local + (self._remote.laggards() if self._remote is not None else [])
 
     def close(self, linger_s: float = LINGER_S) -> None:
@@ -362,6 +470,7 @@ class MessageQueue:
         if self._closed or os.getpid() != self._maker:
             return
         self._closed = True
+        self._ended[0] = True
         self._waiter.ring()
         with self._turn:
             self._watch.stop()
@@ -385,6 +494,7 @@ class QueueReader:
         self, handle: QueueHandle, codec: CodecRegistry | None = None, deaths: Sequence[DeathSource] = ()
     ) -> None:
         """See :meth:`MessageQueue.attach`."""
+        handle.check()
         data = handle.data
         self.name = data.queue
         self._maker = os.getpid()
@@ -402,24 +512,34 @@ class QueueReader:
             self._receive: Callable[[Decode], tuple[Any] | None] = self._receive_remote
         else:
             self._attach(handle.take(), data)
-            self._waiter.rehearse(Rehearsal.of_objects(codec))
-        waiter = self._remote or self._waiter
-        self._wait = waiter.wait
-        self._watch = _Watch(f"{data.queue}-watch", [self._link] if self._link else [], deaths, waiter.ring)
+        try:
+            if self._remote is None:
+                self._waiter.rehearse(Rehearsal.of_objects(codec))
+            waiter = self._remote or self._waiter
+            self._wait = waiter.wait
+            self._watch = _Watch(f"{data.queue}-watch", [self._link] if self._link else [], deaths, waiter.ring)
+        except BaseException:
+            self._close_parts()
+            raise
+        _ends.add(self)
 
     def _attach(self, fds: Sequence[int], data: HandleData) -> None:
         ring, writer_bell, own_bell, link, *arena = fds
-        try:
+        with ExitStack() as taken, ExitStack() as made:
+            for fd in (ring, writer_bell, own_bell, *arena):
+                taken.callback(os.close, fd)
             self._link = attach_link(link, data.writer)
+            made.callback(self._link.close)
             self._waiter = Waiter.attach(own_bell)
+            made.callback(self._waiter.close)
             self._bell = Doorbell.attach(writer_bell, 1 + data.index)
+            made.callback(self._bell.close)
             self._queue = BroadcastQueue.attach(ring, *arena)
+            made.callback(self._queue.close)
             self._reader = self._queue.reader(data.index, self._bell)
             self._reader.on_due = self._waiter.expect
             self._receive = self._reader.receive
-        finally:
-            for fd in (ring, writer_bell, own_bell, *arena):
-                os.close(fd)
+            made.pop_all()
 
     def dequeue(self, timeout: float | None = None) -> Any:
         """The next object; wait for it for at most ``timeout`` seconds (None: as long as the writer lives).
@@ -427,11 +547,12 @@ class QueueReader:
         This reader keeps nothing of it. Raises:
 
         QueueTimeoutError (a TimeoutError): none came.
-        ChannelClosedError: everything was read and nothing more will come; it says why.
+        ChannelClosedError: everything was read and nothing more will come; it says why. Or this is a forked child of
+        who attached.
         Whatever unpickling raises; the message is gone then, and the next one can be read.
         """
         if self._closed:
-            raise ChannelClosedError(f"{self.name}: this reader is closed")
+            raise ChannelClosedError(f"{self.name}: {_why_closed(self, 'reader')}")
         found = self._wait(self._take, None if timeout is None else deadline_after(timeout))
         if found is None:
             raise QueueTimeoutError(f"{self.name}: {self._name_writer()} has sent nothing within {timeout:g} s")
@@ -444,7 +565,7 @@ class QueueReader:
         """The next object, which is its own; None: none is there."""
         over = self._watch.over  # looked at first: what was written before it is found below
         if self._closed:
-            raise ChannelClosedError(f"{self.name}: this reader is closed")
+            raise ChannelClosedError(f"{self.name}: {_why_closed(self, 'reader')}")
         found = self._receive(self._decode)
         if found is None and over:
             raise ChannelClosedError(f"{self.name}: {over}")
@@ -483,6 +604,9 @@ class QueueReader:
             return
         self._closed = True
         self._watch.stop()
+        self._close_parts()
+
+    def _close_parts(self) -> None:
         if self._remote is not None:
             self._remote.close()
         else:

@@ -7,10 +7,25 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from drumline.errors import ConfigError
+from drumline.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     import zmq
+
+
+_MOST_HEARTBEAT_S = 1_000_000
+"""ZMQ counts twice that, in milliseconds, in 32 bits."""
+
+
+def whole_number(name: str, value: object, least: int | None, most: int | None) -> None:
+    """ConfigError unless it is an int from ``least`` to ``most`` (None: any)."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} is a whole number (int), not {shown(value)}")
+    if least == 1 and value < 1:
+        raise ConfigError(f"{name} is more than 0, not {shown(value)}")
+    if (least is not None and value < least) or (most is not None and value > most):
+        limits = f"at least {least}" if most is None else f"at most {most}" if least is None else f"{least} to {most}"
+        raise ConfigError(f"{name} is {limits}, not {shown(value)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +44,14 @@ class RemoteOptions:
     """A peer that has not connected for the first time after this long is gone."""
 
     def __post_init__(self) -> None:
-        for name in ("window_bytes", "max_message_bytes", "heartbeat_s", "reconnect_s", "connect_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is more than 0, not {getattr(self, name)!r}")
+        for name in ("window_bytes", "max_message_bytes"):
+            whole_number(name, getattr(self, name), 1, 1 << 62)
+        for name in ("heartbeat_s", "reconnect_s", "connect_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigError(f"{name} is a number of seconds, more than 0, not {shown(value)}")
+        if self.heartbeat_s > _MOST_HEARTBEAT_S:
+            raise ConfigError(f"heartbeat_s is at most {_MOST_HEARTBEAT_S} (11 days), not {shown(self.heartbeat_s)}")
 
 
 class RemoteHandle(msgspec.Struct, frozen=True, kw_only=True):

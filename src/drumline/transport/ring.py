@@ -63,7 +63,7 @@ from zlib import adler32
 
 from drumline.errors import MessageTooLargeError, TransportError
 from drumline.transport import native
-from drumline.transport.arena import LEAST_BYTES, ArenaReader, ArenaWriter, Block
+from drumline.transport.arena import LEAST_BYTES, ArenaReader, ArenaWriter, Block, Taking
 from drumline.transport.doorbell import Doorbell
 from drumline.transport.fence import fence, no_order, order
 from drumline.transport.futex import futex_or_none
@@ -248,30 +248,38 @@ class RingWriter:
         end = begin + length
         data[begin:end] = part
         self._data_words[(at >> 2) + 1] = adler32(data[at + SUMMED : end], written)
-        self._free -= 1
-        place += 1
-        self._place = place if place < self._slots else 0
-        self._written = written = (written + 1) & MASK
-        if order is not no_order:
-            order()
-        self._words[WRITTEN] = written
+        self._publish(1)
         return True
 
+    def _publish(self, count: int) -> None:
+        """A record of so many slots is in its place: readers may read it."""
+        state = self._state
+        place = state[native.PLACE] + count
+        if place >= self._slots:
+            place -= self._slots
+        if order is not no_order:
+            order()
+        # No calls from here on: after each of them a signal handler may raise, and all of this is one act
+        state[native.FREE] -= count
+        state[native.PLACE] = place
+        state[native.COUNT] = self._words[WRITTEN] = (state[native.COUNT] + count) & MASK
+
     def _try_write_buffers(self, parts: Sequence[Part], kind: int, buffers: Sequence[Part], due: int) -> bool:
-        message = self._place_buffers(parts, buffers)
-        length = message.length
         room = False
         try:
+            message = self._place_buffers(parts, buffers)
+            length = message.length
             if length - message.squeezed <= self.layout.largest_message < length:
                 return False  # it fits once the arena has room
-            room = self._make_room(self.layout.slots_of(length), length)
+            count = self.layout.slots_of(length)
+            room = self._make_room(count, length)
+            if room:
+                self.fill(message)
+                self.goes(message, count)
+                self._put(message.parts, length, count, kind, due, message.count, 0)
+                self.sent(message)
         finally:
-            if not room:
-                self.cancel(message)
-        if room:
-            self.fill(message)
-            self._put(message.parts, length, self.layout.slots_of(length), kind, due, message.count, 0)
-            self.sent(message)
+            self.abandon()
         return room
 
     def start(self, parts: Sequence[Part], kind: int = 0, buffers: Sequence[Part] = (), due: int = 0) -> Pieces:
@@ -289,6 +297,7 @@ class RingWriter:
         return Pieces(self, message, kind, due)
 
     def _place_buffers(self, parts: Sequence[Part], buffers: Sequence[Part]) -> Outgoing:
+        self.abandon()  # what an interrupt of an interrupt has left
         message = Outgoing(parts, buffers, self.arena)
         if self.arena is not None:
             if message.squeezed:
@@ -303,6 +312,11 @@ class RingWriter:
             assert self.arena is not None
             self.arena.fill(block, view)
 
+    def goes(self, message: Outgoing, count: int) -> None:
+        """Its last record, of so many slots, is put next."""
+        for block, _ in message.blocks:
+            block.position = (self._written + count) & MASK
+
     def sent(self, message: Outgoing) -> None:
         """All of it is in the ring now."""
         for block, _ in message.blocks:
@@ -315,6 +329,11 @@ class RingWriter:
             assert self.arena is not None
             self.arena.cancel(block)
         message.blocks = []
+
+    def abandon(self) -> None:
+        """Give back all blocks of which no record in the ring tells: those of a message that was not sent."""
+        if self.arena is not None:
+            self.arena.abandon(self._written)
 
     def _put(
         self, parts: Sequence[Part], length: int, count: int, kind: int, due: int, buffers: int, rest: int
@@ -336,12 +355,7 @@ class RingWriter:
         else:
             checksum = self._copy_wrapped(at, begin, parts, written)
         self._data_words[(at >> 2) + 1] = checksum
-        self._free -= count
-        place = self._place + count
-        self._place = place if place < self._slots else place - self._slots
-        self._written = written = (written + count) & MASK
-        order()
-        self._words[WRITTEN] = written
+        self._publish(count)
 
     def _copy_wrapped(self, start: int, at: int, parts: Sequence[Part], written: int) -> int:
         """Copy a record that goes on from the last slot to the first; its checksum."""
@@ -451,6 +465,7 @@ class Pieces:
             return None
         arena.fill(block, self._cut(size)[0])
         entry = ENTRY.pack(block.offset, size, block.index, block.generation)
+        block.position = (ring.written + ring.layout.slots_of(len(entry))) & MASK
         self._put([entry], len(entry), size, self._buffers | CHUNK)
         arena.sent(block, ring._written)
         return True
@@ -459,7 +474,10 @@ class Pieces:
         """One record of ``length`` bytes that stands for ``carried`` bytes of the message."""
         ring = self._ring
         self.rest -= carried
-        ring._put(parts, length, ring.layout.slots_of(length), self._kind, self._due, buffers, self.rest)
+        count = ring.layout.slots_of(length)
+        if not self.rest:
+            ring.goes(self._message, count)
+        ring._put(parts, length, count, self._kind, self._due, buffers, self.rest)
         self._buffers |= GOES_ON
         if not self.rest:
             self.done = True
@@ -495,7 +513,7 @@ class Message:
     :meth:`Waiter.expect <drumline.transport.waiter.Waiter.expect>`); 0: it does not know.
     """
 
-    __slots__ = ("_count", "_reader", "buffers", "data", "due", "kind")
+    __slots__ = ("_count", "_reader", "buffers", "data", "due", "kind", "piece")
 
     def __init__(self, reader: RingReader, kind: int, data: memoryview, count: int, due: int) -> None:
         self._reader = reader
@@ -504,6 +522,8 @@ class Message:
         self.data = data
         self.due = due
         self.buffers: Sequence[memoryview] = ()
+        self.piece: memoryview | bytes = b""
+        """Its last piece, whose block it holds."""
 
     def release(self) -> None:
         """Free its slots, and let go of ``buffers``. Idempotent.
@@ -518,11 +538,8 @@ class Message:
             self.data.release()
         except BufferError:
             raise TransportError(_KEPT) from None
-        self._count = -1
+        self._reader._advance(count, self)
         self.buffers = ()
-        reader = self._reader
-        reader._current = None
-        reader._advance(count)
 
     def __enter__(self) -> Message:
         return self
@@ -569,6 +586,10 @@ class RingReader:
         self._current: Message | None = None
         self._partial: memoryview | None = None
         self._filled = 0
+        self._taking: Taking | None = None
+        """Blocks of the record that is read now."""
+        self._own: Message | None = None
+        """The one that :meth:`receive` has to release."""
         self.rereads = 0
         """Times that a record was not right at first look. Must be 0."""
 
@@ -613,6 +634,8 @@ class RingReader:
         return self._receive(decode)
 
     def _receive(self, decode: Callable[[int, memoryview, Sequence[memoryview]], T]) -> tuple[T] | None:
+        if self._own is not None:
+            self._own.release()  # an exception came before that
         read = self._read
         if self._words[WRITTEN] == read:
             return None
@@ -638,21 +661,13 @@ class RingReader:
                             payload.release()
                         except BufferError:
                             kept = True
-                        place += 1
-                        self._place = place if place < self._slots else 0
-                        self._read = read = (read + 1) & MASK
-                        words = self._words
-                        if order is not no_order:
-                            order()
-                        words[self._word] = read
-                        fence()
-                        if words[WANTED] and self._on_wanted is not None:
-                            self._on_wanted()
+                        self._advance(1)
                         if kept:
                             raise TransportError(_KEPT)
         message = self.poll()
         if message is None:
             return None
+        self._own = message
         try:
             return (decode(message.kind, message.data, message.buffers),)
         finally:
@@ -679,6 +694,7 @@ class RingReader:
             else:
                 kind, due, length, buffers, rest, payload = self._look_again(at)
             count = 1 if length <= self._one_slot else self.layout.slots_of(length)
+            self._taking = None  # if there is one, an exception has ended it: all of this record is taken anew
             if due and not rest and self.on_due is not None:
                 self.on_due(due)
             if not (buffers or rest):
@@ -729,15 +745,15 @@ class RingReader:
         if self._partial is None or self._filled + len(piece) + rest != len(self._partial):
             raise TransportError("ring out of step: a piece of a message without the one before it")
         partial = self._partial
-        partial[self._filled : self._filled + len(piece)] = piece
-        self._filled += len(piece)
-        del piece
-        payload.release()
-        self._advance(count)
+        filled = self._filled + len(piece)
+        partial[self._filled : filled] = piece
         if rest:
+            payload.release()
+            self._advance(count, filled=filled)
+            del piece
             return None
-        self._partial = None
-        message = Message(self, kind, partial.toreadonly(), 0, due)
+        message = Message(self, kind, partial.toreadonly(), count, due)
+        message.piece = piece
         self._find_buffers(message, buffers & COUNT, own=True)
         return message
 
@@ -767,19 +783,38 @@ class RingReader:
     def _take_block(self, offset: int, length: int, block: int, generation: int) -> memoryview:
         if self._arena is None:
             raise TransportError("a message with buffers in an arena, and this reader has none")
-        return self._arena.take(offset, length, block, generation)
+        if self._taking is None:
+            self._taking = Taking()
+        return self._arena.take(offset, length, block, generation, self._taking)
 
-    def _advance(self, count: int) -> None:
-        """Free the slots of a record."""
-        place = self._place + count
-        self._place = place if place < self._slots else place - self._slots
-        self._read = read = (self._read + count) & MASK
-        words = self._words
-        order()
-        words[self._word] = read
-        fence()
-        if words[WANTED] and self._on_wanted is not None:
-            self._on_wanted()
+    def _advance(self, count: int, message: Message | None = None, filled: int = 0) -> None:
+        """Free the slots of a record: that of ``message``, or of a piece, up to which ``filled`` bytes are there."""
+        words, state = self._words, self._state
+        place = state[native.PLACE] + count
+        if place >= self._slots:
+            place -= self._slots
+        read = (state[native.COUNT] + count) & MASK
+        taking = self._taking
+        try:
+            if order is not no_order:
+                order()
+        finally:
+            # No calls from here to the fence: after each of them a signal handler may raise, and all of this is one act
+            state[native.PLACE] = place
+            state[native.COUNT] = words[self._word] = read
+            if taking is not None:
+                taking.settled[0] = True
+            self._filled = filled
+            if message is not None:
+                message._count = -1
+                message.piece = b""
+                self._current = self._own = self._partial = None
+        self._taking = None
+        try:
+            fence()
+        finally:
+            if words[WANTED] and self._on_wanted is not None:
+                self._on_wanted()
 
     def close(self) -> None:
         """Let go of the buffers, the arena's too. A message that was not released keeps its views."""

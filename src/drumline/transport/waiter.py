@@ -103,8 +103,13 @@ class Waiter:
         ``computing``: how many processes of this machine compute while others wait; 0: not known, taken as 2. With no
         more cores than that, nobody watches for messages that are not just about to come.
         """
-        waiter = cls(SharedMemory.create(DOORBELL_BYTES, f"drumline-{name}"))
-        waiter.share_cores(computing)
+        memory = SharedMemory.create(DOORBELL_BYTES, f"drumline-{name}")
+        try:
+            waiter = cls(memory)
+            waiter.share_cores(computing)
+        except BaseException:
+            memory.close()
+            raise
         return waiter
 
     @classmethod
