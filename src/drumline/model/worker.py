@@ -355,7 +355,9 @@ class ModelWorker:
     def _join_context(self, groups: Groups) -> ContextParallel | None:
         if not self._is_context_parallel:
             return None
-        return ContextParallel(self.layout, groups.pcp, groups.dcp, groups.dcp.ranks, self.spec.heads(self.layout.tp))
+        # Where groups span engines, so do their ranks: those of this engine's layout are others.
+        heads = self.spec.heads(self.layout.tp)
+        return ContextParallel(groups.layout, groups.pcp, groups.dcp, groups.dcp.ranks, heads)
 
     def apply_model(self, func: Callable[[Any], Any]) -> Any:
         """What ``func`` gives for this rank's part of the model. UnsupportedError if its weights are elsewhere."""
