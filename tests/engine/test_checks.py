@@ -129,6 +129,27 @@ def test_experts(tmp_path: Path) -> None:
         check(tensor_parallel_size=2, redundant=5)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": 1}, r"--tensor-parallel-size 2 is more than the model's vocabulary of 1 ids \(vocab_size\)"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts: 0, but 2 layers are made of experts"),
+        ({"model_type": "gpt_oss", "num_local_experts": -1}, "num_local_experts: -1, but 2 layers"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step: 0; .* it is 1 at least"),
+    ],
+)
+def test_numbers_of_a_model_that_cannot_be(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | changes))
+    with pytest.raises(ConfigError, match=words):
+        check_model(asked(tensor_parallel_size=2).with_(model=ModelConfig(path=str(tmp_path))))
+
+
+def test_a_model_made_for_experts_may_have_none(tmp_path: Path) -> None:
+    """Of Qwen3-MoE 0 means layers without experts; of others it is no model."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"model_type": "qwen3_moe", "num_experts": 0}))
+    check_model(asked(tensor_parallel_size=2).with_(model=ModelConfig(path=str(tmp_path))))
+
+
 def test_weights_from_free_memory(tmp_path: Path) -> None:
     """--tp-weights auto: the least of the devices of a TP place, and such that the model can be split so."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_key_value_heads": 4, "intermediate_size": 64}))

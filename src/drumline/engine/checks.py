@@ -62,6 +62,7 @@ def check_model(config: EngineConfig, devices: DeviceTable | None = None) -> Eng
     config = with_weights(config, spec, devices)
     spec = spec.weighted(config.parallel)
     check_same_heads(Layout.of(config.parallel), spec.heads(size))
+    spec.vocabulary(size)
     stage_layers(spec, config.parallel)
     _check_experts(spec, config.parallel)
     resolve_max_model_len(config.model.max_model_len, spec)
