@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from drumline.config import Device, DeviceTable, EngineConfig, ModelConfig, ParallelConfig, ProcessConfig
+from drumline.config import (
+    CacheConfig,
+    Device,
+    DeviceTable,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    ProcessConfig,
+)
 from drumline.engine.checks import check_machine, check_model
 from drumline.errors import ConfigError
 
@@ -148,6 +156,31 @@ def test_a_model_made_for_experts_may_have_none(tmp_path: Path) -> None:
     """Of Qwen3-MoE 0 means layers without experts; of others it is no model."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"model_type": "qwen3_moe", "num_experts": 0}))
     check_model(asked(tensor_parallel_size=2).with_(model=ModelConfig(path=str(tmp_path))))
+
+
+def test_kv_pools_larger_than_the_machine(tmp_path: Path) -> None:
+    """On CPUs; of accelerators the workers know better."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    cpu = DeviceTable(platform="cpu", accelerator=False, memory=1 << 20)
+
+    def check(devices: DeviceTable = cpu, **cache: Any) -> None:
+        config = asked(tensor_parallel_size=2, data_parallel_size=2)
+        check_model(config.with_(model=ModelConfig(path=str(tmp_path)), cache=CacheConfig(**cache)), devices)
+
+    # keys and values of 2 layers, 8 heads of 4 numbers, 16 tokens: 8 KiB a block over two ranks, of two engines
+    check(num_gpu_blocks_override=64)
+    words = (
+        r"^--num-gpu-blocks-override 65: the KV caches of the 4 workers on this machine would take 1\.0 MiB together, "
+        r"and it has 1\.0 MiB of memory: use at most 64$"
+    )
+    with pytest.raises(ConfigError, match=words):
+        check(num_gpu_blocks_override=65)
+    check(kv_cache_memory_bytes=1 << 18)
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes 1048576: .* take 4\.0 MiB .* at most 262144"):
+        check(kv_cache_memory_bytes=1 << 20)
+    check(kv_cache_memory_bytes=1 << 20, num_gpu_blocks_override=1)
+    check(DeviceTable(platform="cpu", accelerator=False), num_gpu_blocks_override=1 << 40)
+    check(DeviceTable(platform="cuda", accelerator=True, memory=1 << 20), num_gpu_blocks_override=1 << 40)
 
 
 def test_weights_from_free_memory(tmp_path: Path) -> None:
