@@ -183,6 +183,27 @@ def test_kv_pools_larger_than_the_machine(tmp_path: Path) -> None:
     check(DeviceTable(platform="cuda", accelerator=True, memory=1 << 20), num_gpu_blocks_override=1 << 40)
 
 
+def test_weights_that_context_parallelism_cannot_have(tmp_path: Path) -> None:
+    """Given or found, they are named as the cause, if they are."""
+    config = MODEL | {"num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    free = [80 << 30, 20 << 30, 20 << 30, 20 << 30]
+    devices = tuple(Device(index=i, name="x", memory=80 << 30, free=one) for i, one in enumerate(free))
+    table = DeviceTable(platform="cuda", accelerator=True, devices=devices)
+
+    def check(weights: Any, dcp: int = 2) -> None:
+        config = asked(tensor_parallel_size=4, decode_context_parallel_size=dcp, tp_weights=weights)
+        check_model(config.with_(model=ModelConfig(path=str(tmp_path))), table)
+
+    check(())
+    check((2, 2, 1, 1))
+    for weights in ("auto", (4, 1, 1, 1)):
+        with pytest.raises(ConfigError, match=r"^--tp-weights 4,1,1,1 does not go with .*-size 2: .* leave --tp-weights"):
+            check(weights)
+    with pytest.raises(ConfigError, match=r"^--decode-context-parallel-size 4: with --tensor-parallel-size 4"):
+        check((4, 1, 1, 1), dcp=4)
+
+
 def test_weights_from_free_memory(tmp_path: Path) -> None:
     """--tp-weights auto: the least of the devices of a TP place, and such that the model can be split so."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_key_value_heads": 4, "intermediate_size": 64}))

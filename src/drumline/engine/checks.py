@@ -62,7 +62,7 @@ def check_model(config: EngineConfig, devices: DeviceTable | None = None) -> Eng
     spec, size = read_spec(config.model.path), config.parallel.tensor_parallel_size
     config = with_weights(config, spec, devices)
     spec = spec.weighted(config.parallel)
-    check_same_heads(Layout.of(config.parallel), spec.heads(size))
+    check_same_heads(Layout.of(config.parallel), spec.heads(size), spec.tp_weights)
     spec.vocabulary(size)
     stage_layers(spec, config.parallel)
     _check_experts(spec, config.parallel)
