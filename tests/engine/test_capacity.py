@@ -61,7 +61,14 @@ def test_no_room_in_what_was_given_says_so():
 
 def test_bytes_are_told_in_a_unit_that_shows_them():
     sizes = (0, 1, 1023, 1024, 3 << 19, 300 << 30)
-    assert [memory_text(size) for size in sizes] == ["0 bytes", "1 byte", "1023 bytes", "1.0 KiB", "1.5 MiB", "300.0 GiB"]
+    assert [memory_text(size) for size in sizes] == [
+        "0 bytes",
+        "1 byte",
+        "1023 bytes",
+        "1.0 KiB",
+        "1.5 MiB",
+        "300.0 GiB",
+    ]
 
 
 def test_max_model_len_is_clipped_to_the_pool_unless_asked_for():

@@ -198,7 +198,9 @@ def test_weights_that_context_parallelism_cannot_have(tmp_path: Path) -> None:
     check(())
     check((2, 2, 1, 1))
     for weights in ("auto", (4, 1, 1, 1)):
-        with pytest.raises(ConfigError, match=r"^--tp-weights 4,1,1,1 does not go with .*-size 2: .* leave --tp-weights"):
+        with pytest.raises(
+            ConfigError, match=r"^--tp-weights 4,1,1,1 does not go with .*-size 2: .* leave --tp-weights"
+        ):
             check(weights)
     with pytest.raises(ConfigError, match=r"^--decode-context-parallel-size 4: with --tensor-parallel-size 4"):
         check((4, 1, 1, 1), dcp=4)

@@ -228,8 +228,8 @@ def vocab_shards(vocab_size: int, tp: int, weights: Sequence[int] = ()) -> tuple
     are more ranks than ids."""
     if tp > vocab_size:
         raise ConfigError(
-            f"--tensor-parallel-size {tp} is more than the model's vocabulary of {vocab_size} ids (vocab_size), so some "
-            f"ranks would have nothing: use at most {vocab_size}"
+            f"--tensor-parallel-size {tp} is more than the model's vocabulary of {vocab_size} ids (vocab_size), so "
+            f"some ranks would have nothing: use at most {vocab_size}"
         )
     return width_shards(vocab_size, tp, weights=weights)
 
