@@ -287,9 +287,17 @@ class ParallelConfig:
                 f"{option('enable_eplb')} needs several ranks to balance: set --tensor-parallel-size above 1, or leave "
                 "it out"
             )
-        if self.eplb_config.num_redundant_experts and not self.enable_eplb:
+        if self.eplb_config != EPLBConfig() and not self.enable_eplb:
+            default, given = EPLBConfig(), self.eplb_config
+            names = [one.name for one in fields(given) if getattr(given, one.name) != getattr(default, one.name)]
             raise ConfigError(
-                f"num_redundant_experts of {option('eplb_config')} does nothing without balancing: add --enable-eplb"
+                f"{', '.join(names)} of {option('eplb_config')} {'do' if len(names) > 1 else 'does'} nothing without "
+                "balancing: add --enable-eplb"
+            )
+        if self.all2all_backend != "auto" and not self.enable_expert_parallel:
+            raise ConfigError(
+                f"{option('all2all_backend')} {self.all2all_backend} does nothing while each rank has a part of all "
+                "experts: add --enable-expert-parallel"
             )
 
     def _check_decode_context(self) -> None:

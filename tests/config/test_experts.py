@@ -50,6 +50,15 @@ def test_sizes() -> None:
         ({"enable_eplb": True}, r"enable_eplb \(--enable-eplb\) moves whole experts.*add --enable-expert-parallel"),
         ({"enable_eplb": True, "enable_expert_parallel": True}, "needs several ranks"),
         ({"eplb_config": {"num_redundant_experts": 1}}, "does nothing without balancing: add --enable-eplb"),
+        (
+            {"eplb_config": {"step_interval": 7}},
+            r"^step_interval of eplb_config \(--eplb-config\) does nothing without",
+        ),
+        (
+            {"eplb_config": {"window_size": 7, "log_balancedness": True}},
+            "^window_size, log_balancedness of .* do nothing",
+        ),
+        ({"all2all_backend": "all_to_all"}, r"\(--all2all-backend\) all_to_all does .* add --enable-expert-parallel"),
         ({"eplb_config": {"window": 1}}, r"eplb_config \(--eplb-config\) has no window; there are window_size, step_"),
         ({"eplb_config": {"use_async": True}}, "has no use_async"),
         ({"eplb_config": {"step_interval": 0}}, "step_interval of eplb_config .* at least 1, not 0"),
@@ -62,3 +71,8 @@ def test_sizes() -> None:
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ParallelConfig(**options)
+
+
+def test_the_default_may_be_given() -> None:
+    defaults = {"step_interval": 3000, "use_async": False}
+    assert ParallelConfig(eplb_config=defaults, all2all_backend="auto") == ParallelConfig()

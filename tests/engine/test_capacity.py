@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from drumline.config import CacheConfig, SchedulerConfig
-from drumline.engine.capacity import Capacity, fit_max_model_len, pool_capacity
+from drumline.engine.capacity import Capacity, fit_max_model_len, memory_text, pool_capacity
 from drumline.errors import ConfigError
 from drumline.plan.kv import KVSpec
 
@@ -46,8 +46,29 @@ def test_bytes_and_blocks_can_be_set():
 
 
 def test_no_room_says_what_to_change():
-    with pytest.raises(ConfigError, match=r"rank 1 has 0\.0 MiB left.*--gpu-memory-utilization"):
+    with pytest.raises(ConfigError, match=r"rank 1 has 0 bytes left .* takes 2\.0 KiB.*--gpu-memory-utilization"):
         pool_capacity([spec(1), spec(1)], [8192, -5], CacheConfig())
+
+
+def test_no_room_in_what_was_given_says_so():
+    words = r"--kv-cache-memory-bytes 10 is less than one block, which takes 6\.0 KiB on rank 1: give 6144 at least"
+    with pytest.raises(ConfigError, match=words):
+        pool_capacity([spec(1), spec(3)], [1 << 30, 1 << 30], CacheConfig(kv_cache_memory_bytes=10))
+    capacity = pool_capacity([spec(1), spec(3)], [0, 0], CacheConfig(kv_cache_memory_bytes=6144))
+    assert capacity.num_blocks == 1
+    assert capacity.reason == "rank 1 has the least room: 6.0 KiB by --kv-cache-memory-bytes, 6.0 KiB a block"
+
+
+def test_bytes_are_told_in_a_unit_that_shows_them():
+    sizes = (0, 1, 1023, 1024, 3 << 19, 300 << 30)
+    assert [memory_text(size) for size in sizes] == [
+        "0 bytes",
+        "1 byte",
+        "1023 bytes",
+        "1.0 KiB",
+        "1.5 MiB",
+        "300.0 GiB",
+    ]
 
 
 def test_max_model_len_is_clipped_to_the_pool_unless_asked_for():

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from drumline.config import Device, DeviceTable, EngineConfig, ModelConfig, ParallelConfig, ProcessConfig
+from drumline.config import (
+    CacheConfig,
+    Device,
+    DeviceTable,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    ProcessConfig,
+)
 from drumline.engine.checks import check_machine, check_model
 from drumline.errors import ConfigError
 
@@ -127,6 +135,75 @@ def test_experts(tmp_path: Path) -> None:
         check(tensor_parallel_size=2, data_parallel_size=3)
     with pytest.raises(ConfigError, match=r"num_redundant_experts 5 .* is more than 4"):
         check(tensor_parallel_size=2, redundant=5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": 1}, r"--tensor-parallel-size 2 is more than the model's vocabulary of 1 ids \(vocab_size\)"),
+        ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts: 0, but 2 layers are made of experts"),
+        ({"model_type": "gpt_oss", "num_local_experts": -1}, "num_local_experts: -1, but 2 layers"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step: 0; .* it is 1 at least"),
+    ],
+)
+def test_numbers_of_a_model_that_cannot_be(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | changes))
+    with pytest.raises(ConfigError, match=words):
+        check_model(asked(tensor_parallel_size=2).with_(model=ModelConfig(path=str(tmp_path))))
+
+
+def test_a_model_made_for_experts_may_have_none(tmp_path: Path) -> None:
+    """Of Qwen3-MoE 0 means layers without experts; of others it is no model."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"model_type": "qwen3_moe", "num_experts": 0}))
+    check_model(asked(tensor_parallel_size=2).with_(model=ModelConfig(path=str(tmp_path))))
+
+
+def test_kv_pools_larger_than_the_machine(tmp_path: Path) -> None:
+    """On CPUs; of accelerators the workers know better."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    cpu = DeviceTable(platform="cpu", accelerator=False, memory=1 << 20)
+
+    def check(devices: DeviceTable = cpu, **cache: Any) -> None:
+        config = asked(tensor_parallel_size=2, data_parallel_size=2)
+        check_model(config.with_(model=ModelConfig(path=str(tmp_path)), cache=CacheConfig(**cache)), devices)
+
+    # keys and values of 2 layers, 8 heads of 4 numbers, 16 tokens: 8 KiB a block over two ranks, of two engines
+    check(num_gpu_blocks_override=64)
+    words = (
+        r"^--num-gpu-blocks-override 65: the KV caches of the 4 workers on this machine would take 1\.0 MiB together, "
+        r"and it has 1\.0 MiB of memory: use at most 64$"
+    )
+    with pytest.raises(ConfigError, match=words):
+        check(num_gpu_blocks_override=65)
+    check(kv_cache_memory_bytes=1 << 18)
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes 1048576: .* take 4\.0 MiB .* at most 262144"):
+        check(kv_cache_memory_bytes=1 << 20)
+    check(kv_cache_memory_bytes=1 << 20, num_gpu_blocks_override=1)
+    check(DeviceTable(platform="cpu", accelerator=False), num_gpu_blocks_override=1 << 40)
+    check(DeviceTable(platform="cuda", accelerator=True, memory=1 << 20), num_gpu_blocks_override=1 << 40)
+
+
+def test_weights_that_context_parallelism_cannot_have(tmp_path: Path) -> None:
+    """Given or found, they are named as the cause, if they are."""
+    config = MODEL | {"num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    free = [80 << 30, 20 << 30, 20 << 30, 20 << 30]
+    devices = tuple(Device(index=i, name="x", memory=80 << 30, free=one) for i, one in enumerate(free))
+    table = DeviceTable(platform="cuda", accelerator=True, devices=devices)
+
+    def check(weights: Any, dcp: int = 2) -> None:
+        config = asked(tensor_parallel_size=4, decode_context_parallel_size=dcp, tp_weights=weights)
+        check_model(config.with_(model=ModelConfig(path=str(tmp_path))), table)
+
+    check(())
+    check((2, 2, 1, 1))
+    for weights in ("auto", (4, 1, 1, 1)):
+        with pytest.raises(
+            ConfigError, match=r"^--tp-weights 4,1,1,1 does not go with .*-size 2: .* leave --tp-weights"
+        ):
+            check(weights)
+    with pytest.raises(ConfigError, match=r"^--decode-context-parallel-size 4: with --tensor-parallel-size 4"):
+        check((4, 1, 1, 1), dcp=4)
 
 
 def test_weights_from_free_memory(tmp_path: Path) -> None:

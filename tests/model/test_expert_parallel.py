@@ -11,6 +11,7 @@ import pytest
 
 from drumline.config import EngineConfig, ParallelConfig
 from drumline.model.spec import read_spec
+from drumline.parallel.layout import Layout
 from drumline.plan.sampling import SlotSampling
 from tests.model.conftest import engine_config, start_worker
 from tests.model.driver import Driver, Running, prompts
@@ -46,7 +47,8 @@ class Engines:
         self.host = host
         parallel = config.parallel
         self.names = host.start(config, num_blocks=128, block_size=4)
-        self.world, self.output = parallel.world_size, parallel.world_size - parallel.tensor_parallel_size
+        layout = Layout.of(parallel)
+        self.world, self.output = layout.world_size, layout.output_rank
         self.drivers = [Driver(never, max_chunk=11, seed=engine) for engine in range(parallel.data_parallel_size)]
         self.requests: list[Running] = []
         self.dummies = 0

@@ -23,7 +23,9 @@ from drumline.model.worker import ModelWorker
 from drumline.worker.protocol import WorkerContext
 from tests.model.conftest import engine_config
 from tests.model.ranks import RankHost
+from tests.model.test_architectures import Split, check
 from tests.model.test_loader import Place
+from tests.model.tiny import make_tiny
 
 Tiny = Callable[[str], tuple[Path, Any]]
 CPU = DeviceTable(platform="cpu", accelerator=False, cores=2, memory=24 << 30)
@@ -141,3 +143,16 @@ def test_a_worker_wants_numbers(tiny: Tiny) -> None:
     config = config.with_(parallel=replace(config.parallel, tp_weights="auto"))
     with pytest.raises(ConfigError, match="--tp-weights auto is found before workers are started"):
         ModelWorker(WorkerContext(config=config, rank=0, local_rank=0, distributed_init_method="", is_driver=True))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_without_shared_experts(tmp_path: Path) -> None:
+    """Their linears are zero wide then, and on every rank as they are; the ranks together compute the model."""
+    whole = make_tiny(tmp_path, "deepseek_v3", n_shared_experts=0)
+    spec = read_spec(tmp_path)
+    shapes = read_shapes(tmp_path)
+    assert (0, 52) in shapes.values()
+    split = Split(tmp_path, 2)
+    plan = rank_bytes(spec, shapes, stage_layers(spec, ParallelConfig()), 2, "float32")[0]
+    assert tuple(map(parameter_bytes, split.models)) == plan
+    check(whole, split)

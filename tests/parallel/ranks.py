@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import torch
 
-from drumline.errors import ConfigError
+from drumline.errors import ChannelClosedError, ConfigError
 from drumline.parallel.groups import init_groups
 from drumline.parallel.layout import GroupKind, Layout
 from drumline.parallel.rendezvous import Rendezvous, create_rendezvous, tcp_init_method
@@ -89,6 +89,81 @@ def collectives(rank: int, size: int, method: str) -> dict[str, Any]:
     result["threads"] = sorted({(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()})
     groups.close()
     groups.close()
+    return result
+
+
+def strides(rank: int, size: int, method: str) -> dict[str, Any]:
+    """Tensors that are not contiguous, beside such that are, are taken by their values."""
+    groups = init_groups(Layout(tp=size), rank, method, timeout_s=30)
+    tp, values = groups.tp, torch.arange(6.0).view(2, 3)
+    other = values.clone() if rank == 0 else values.t().contiguous().t()
+    summed = tp.all_reduce(other)
+    every_second = torch.zeros(2, 6)[:, ::2]
+    got = tp.broadcast(values.clone() if rank == 0 else every_second)
+    spread = torch.full((4, 4), float(rank))[:, ::2]
+    result = {
+        "same": summed is other,
+        "sum": summed.tolist(),
+        "broadcast": got.tolist(),
+        "source": tp.broadcast(torch.arange(6.0).view(2, 3).t() if rank == 1 else torch.zeros(3, 2), 1).tolist(),
+        "max": tp.all_reduce(spread, "max").unique().tolist(),
+        "grad": tp.all_reduce(torch.ones(2, 4, requires_grad=True)[:, ::2]).tolist(),
+    }
+    groups.close()
+    return result
+
+
+def gloo_strides(rank: int, size: int, method: str) -> dict[str, Any]:
+    """As between machines."""
+    return strides(rank, size, over_gloo(method))
+
+
+def refusals(rank: int, size: int, method: str) -> dict[str, Any]:
+    """Arguments that no group has a use for: an error on each rank, before anything is sent."""
+    groups = init_groups(Layout(tp=size), rank, method, timeout_s=30)
+    tp = groups.tp
+    calls: list[Callable[[], Any]] = [
+        *(lambda src=src: tp.broadcast(torch.ones(2), src) for src in (-1, size)),
+        *(lambda dim=dim: tp.all_gather(torch.ones(2, 3), dim) for dim in (2, -3)),
+        lambda: tp.gather(torch.ones(2, 3), 0, 5),
+        lambda: tp.reduce_scatter(torch.tensor(1.0)),
+        lambda: tp.all_to_all(torch.ones(0, 1), [1, -1], [1, -1]),
+        lambda: tp.all_reduce(torch.ones(2), "avg"),
+        lambda: tp.reduce_scatter(torch.ones(size), op="avg"),
+    ]
+    errors = []
+    for call in calls:
+        try:
+            call()
+        except (ValueError, IndexError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    result = {"errors": errors, "after": tp.all_reduce(torch.ones(1)).item()}
+    groups.close()
+    return result
+
+
+def gloo_refusals(rank: int, size: int, method: str) -> dict[str, Any]:
+    """As between machines."""
+    return refusals(rank, size, over_gloo(method))
+
+
+def gloo_leaver(rank: int, size: int, method: str) -> dict[str, Any]:
+    """A rank closes its groups while another waits for it: that one learns at once."""
+    groups = init_groups(Layout(tp=size), rank, over_gloo(method), timeout_s=30)
+    tp, error, start = groups.tp, "", 0.0
+    tp.all_reduce(torch.ones(3))
+    if rank == 0:
+        groups.close()
+        groups.close()
+    else:
+        start = time.monotonic()
+    try:
+        tp.all_reduce(torch.ones(3))
+    except (RuntimeError, ChannelClosedError) as raised:
+        error = type(raised).__name__ if rank else f"{type(raised).__name__}: {raised}"
+    result = {"error": error, "fast": rank == 0 or time.monotonic() - start < 5}
+    sockets = [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_ESTABLISHED]
+    result["connections"] = len(sockets) if rank == 0 else 0
     return result
 
 
@@ -318,6 +393,11 @@ def alone(rank: int, size: int, _method: str) -> dict[str, Any]:
 RUNS: list[tuple[Callable[[int, int, str], dict[str, Any]], int]] = [
     (collectives, 3),
     (gloo_collectives, 3),
+    (strides, 2),
+    (gloo_strides, 2),
+    (refusals, 2),
+    (gloo_refusals, 2),
+    (gloo_leaver, 2),
     (stages, 3),
     (gloo_stages, 2),
     (tcp, 2),

@@ -28,6 +28,11 @@ def test_the_console_stays_silent(ran: Ran) -> None:
 ENDING_WELL = [
     "collectives",
     "gloo_collectives",
+    "strides",
+    "gloo_strides",
+    "refusals",
+    "gloo_refusals",
+    "gloo_leaver",
     "stages",
     "gloo_stages",
     "tcp",
@@ -78,6 +83,45 @@ def test_collectives_of_three_ranks(ran: Ran, function: str) -> None:
             "sizes": {"world": 3, "tp": 3, "pcp": 1, "pp": 1, "dp": 1, "dcp": 1, "etp": 1},
             "default_group": False,
         }, rank
+
+
+@pytest.mark.parametrize("function", ["strides", "gloo_strides"])
+def test_tensors_that_are_not_contiguous(ran: Ran, function: str) -> None:
+    for got in ran[function]:
+        assert got == {
+            "same": True,
+            "sum": [[0, 2, 4], [6, 8, 10]],
+            "broadcast": [[0, 1, 2], [3, 4, 5]],
+            "source": [[0, 3], [1, 4], [2, 5]],
+            "max": [1],
+            "grad": [[2, 2], [2, 2]],
+        }
+
+
+@pytest.mark.parametrize("function", ["refusals", "gloo_refusals"])
+def test_arguments_that_do_not_fit(ran: Ran, function: str) -> None:
+    for rank, got in enumerate(ran[function]):
+        group = f"GroupCoordinator(tp, ranks=(0, 1), rank_in_group={rank})"
+        asked = f"IndexError: {group} was asked for dimension"
+        assert got["errors"] == [
+            f"ValueError: {group} has no member -1",
+            f"ValueError: {group} has no member 2",
+            f"{asked} 2: a tensor of 2 dimensions has -2 to 1",
+            f"{asked} -3: a tensor of 2 dimensions has -2 to 1",
+            f"{asked} 5: a tensor of 2 dimensions has -2 to 1",
+            f"{asked} -1: a scalar has none",
+            f"ValueError: sends [1, -1] and receives [1, -1] of {group}: no number may be below 0",
+            *["ValueError: 'avg' is no reduction; there are sum, max, min"] * 2,
+        ]
+        assert got["after"] == 2
+
+
+def test_a_rank_that_leaves_closes_its_connections(ran: Ran) -> None:
+    left, waiting = ran["gloo_leaver"]
+    closed = "ChannelClosedError: world group (0, 1) on rank 0 is closed"
+    assert left == {"error": closed, "fast": True, "connections": 0}
+    assert waiting["error"]
+    assert waiting["fast"]
 
 
 def test_pipeline_stages_send_and_receive(ran: Ran) -> None:

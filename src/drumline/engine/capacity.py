@@ -45,6 +45,14 @@ class Capacity:
         return [KVConfig(num_blocks=self.num_blocks, block_size=self.block_size) for _ in range(world_size)]
 
 
+def memory_text(nbytes: int) -> str:
+    """Bytes in the largest unit of which there is one at least."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << shift:
+            return f"{nbytes / (1 << shift):.1f} {unit}"
+    return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
+
+
 def pool_capacity(specs: Sequence[KVSpec], available: Sequence[int], cache: CacheConfig) -> Capacity:
     """The pool: as many blocks as the rank with the least room has.
 
@@ -61,28 +69,37 @@ def pool_capacity(specs: Sequence[KVSpec], available: Sequence[int], cache: Cach
     size = specs[0].block_size
     if cache.num_gpu_blocks_override is not None:
         blocks, reason = cache.num_gpu_blocks_override, "--num-gpu-blocks-override"
-        return _checked(Capacity(num_blocks=blocks, block_size=size, limiting_rank=0, reason=reason), specs, available)
+        return Capacity(num_blocks=blocks, block_size=size, limiting_rank=0, reason=reason)
     if cache.kv_cache_memory_bytes is not None:
         available = [cache.kv_cache_memory_bytes] * len(specs)
     room = [bytes_ // spec.bytes_per_block for spec, bytes_ in zip(specs, available, strict=True)]
     rank = min(range(len(room)), key=room.__getitem__)
+    given = "" if cache.kv_cache_memory_bytes is None else " by --kv-cache-memory-bytes"
+    has = max(available[rank], 0)
     reason = (
-        f"rank {rank} has the least room: {available[rank] / 2**20:.0f} MiB, "
+        f"rank {rank} has the least room: {f'{has >> 20} MiB' if has >> 20 else memory_text(has)}{given}, "
         f"{specs[rank].bytes_per_block / 2**10:.1f} KiB a block"
     )
     spare = [bytes_ - room[rank] * spec.bytes_per_block for spec, bytes_ in zip(specs, available, strict=True)]
     unused = tuple(bytes_ if bytes_ >= spec.bytes_per_block else 0 for spec, bytes_ in zip(specs, spare, strict=True))
     capacity = Capacity(num_blocks=room[rank], block_size=size, limiting_rank=rank, reason=reason, unused=unused)
-    return _checked(capacity, specs, available)
+    if capacity.num_blocks < 1:
+        raise ConfigError(_no_room(rank, specs, available, cache))
+    return capacity
 
 
-def _checked(capacity: Capacity, specs: Sequence[KVSpec], available: Sequence[int]) -> Capacity:
-    if capacity.num_blocks >= 1:
-        return capacity
-    rank = capacity.limiting_rank
-    raise ConfigError(
-        f"no room for a KV cache: rank {rank} has {max(available[rank], 0) / 2**20:.1f} MiB left after the weights, "
-        f"and one block takes {specs[rank].bytes_per_block / 2**20:.2f} MiB. Raise --gpu-memory-utilization or "
+def _no_room(rank: int, specs: Sequence[KVSpec], available: Sequence[int], cache: CacheConfig) -> str:
+    """Why there is no KV cache, by the rank with the least room, and what to do."""
+    if cache.kv_cache_memory_bytes is not None:
+        most = max(range(len(specs)), key=lambda rank: specs[rank].bytes_per_block)
+        need = specs[most].bytes_per_block
+        return (
+            f"no room for a KV cache: --kv-cache-memory-bytes {cache.kv_cache_memory_bytes} is less than one block, "
+            f"which takes {memory_text(need)} on rank {most}: give {need} at least, or leave it out"
+        )
+    return (
+        f"no room for a KV cache: rank {rank} has {memory_text(max(available[rank], 0))} left after the weights, and "
+        f"one block takes {memory_text(specs[rank].bytes_per_block)}. Raise --gpu-memory-utilization or "
         f"--tensor-parallel-size, or set --kv-cache-memory-bytes"
     )
 

@@ -14,13 +14,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from drumline.config import DeviceTable, EngineConfig, ParallelConfig, choose_backend
+from drumline.engine.capacity import memory_text
 from drumline.errors import ConfigError
 from drumline.executor.base import Executor
-from drumline.model.spec import ModelSpec, read_spec, resolve_max_model_len
+from drumline.model.spec import ModelSpec, kv_spec, read_spec, resolve_dtype, resolve_max_model_len
 from drumline.model.stages import stage_layers
 from drumline.parallel.context import check_same_heads
 from drumline.parallel.experts import expert_slots
-from drumline.parallel.layout import Layout
+from drumline.parallel.layout import Coordinates, Layout
 from drumline.parallel.shards import auto_weights, ease_weights
 from drumline.platforms import device_table
 
@@ -61,9 +62,11 @@ def check_model(config: EngineConfig, devices: DeviceTable | None = None) -> Eng
     spec, size = read_spec(config.model.path), config.parallel.tensor_parallel_size
     config = with_weights(config, spec, devices)
     spec = spec.weighted(config.parallel)
-    check_same_heads(Layout.of(config.parallel), spec.heads(size))
+    check_same_heads(Layout.of(config.parallel), spec.heads(size), spec.tp_weights)
+    spec.vocabulary(size)
     stage_layers(spec, config.parallel)
     _check_experts(spec, config.parallel)
+    _check_pool(config, spec, devices)
     resolve_max_model_len(config.model.max_model_len, spec)
     return config
 
@@ -86,11 +89,58 @@ def free_weights(config: EngineConfig, devices: DeviceTable | None = None) -> tu
     if not devices.accelerator:
         return ()
     free: list[list[int]] = [[] for _ in range(layout.tp)]
-    for place in range(parallel.local_devices):
-        rank = parallel.node_rank_within_dp * parallel.local_world_size + place % parallel.local_world_size
-        for device in devices.devices[place : place + 1]:
-            free[layout.coordinates(rank).tp].append(device.free or device.memory)
+    for number, place in enumerate(_local_places(parallel, layout)):
+        for device in devices.devices[number : number + 1]:
+            free[place.tp].append(device.free or device.memory)
     return auto_weights([min(one, default=0) for one in free])
+
+
+def _check_pool(config: EngineConfig, spec: ModelSpec, devices: DeviceTable | None) -> None:
+    """Whether KV pools of a given size fit into this machine, where they are in its own memory: it is taken as the
+    pools are used, so nothing else would be said before the kernel kills a worker."""
+    cache, parallel = config.cache, config.parallel
+    blocks, given = cache.num_gpu_blocks_override, cache.kv_cache_memory_bytes
+    if blocks is None and given is None:
+        return
+    devices = device_table(config.platform) if devices is None else devices
+    if devices.accelerator or not devices.memory:
+        return
+    workers = parallel.local_devices
+    if blocks is None:
+        assert given is not None
+        flag, number, each = "--kv-cache-memory-bytes", given, workers
+    else:
+        flag, number, each = "--num-gpu-blocks-override", blocks, sum(_block_bytes(config, spec))
+    if number * each > devices.memory:
+        raise ConfigError(
+            f"{flag} {number}: the KV caches of the {workers} workers on this machine would take "
+            f"{memory_text(number * each)} together, and it has {memory_text(devices.memory)} of memory: use at most "
+            f"{devices.memory // each}"
+        )
+
+
+def _block_bytes(config: EngineConfig, spec: ModelSpec) -> list[int]:
+    """What one block takes on each worker of this machine, on a CPU."""
+    parallel, layout = config.parallel, Layout.of(config.parallel)
+    stages, dtype = stage_layers(spec, parallel), resolve_dtype(config.model.dtype, spec, "cpu")
+    found = []
+    for place in _local_places(parallel, layout):
+        block = kv_spec(
+            spec,
+            tp_rank=place.tp,
+            tp_size=layout.tp,
+            dtype=dtype,
+            block_size=config.cache.block_size,
+            num_layers=stages[place.pp].size,
+        )
+        found.append(block.bytes_per_block)
+    return found
+
+
+def _local_places(parallel: ParallelConfig, layout: Layout) -> list[Coordinates]:
+    """Places of this machine's workers in the worlds of their engines, in the order of their devices."""
+    first, count = parallel.node_rank_within_dp * parallel.local_world_size, parallel.local_world_size
+    return [layout.coordinates(first + place % count) for place in range(parallel.local_devices)]
 
 
 def _check_experts(spec: ModelSpec, parallel: ParallelConfig) -> None:

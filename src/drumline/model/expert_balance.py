@@ -28,7 +28,7 @@ from drumline.parallel.experts import Placement
 log = logging.getLogger(__name__)
 
 PARTS = 8
-"""The window is counted in so many parts: so much of it is forgotten at a time."""
+"""The window is counted in so many parts: so much of it is forgotten at a time, to stay within the window."""
 
 
 class EPLBGroup(Protocol):
@@ -53,8 +53,15 @@ class ExpertBalancer:
         self._group = group
         self._config = config
         self._part = max(1, config.window_size // PARTS)
-        self._window: deque[torch.Tensor] = deque(maxlen=max(1, config.window_size // self._part))
-        self._due: deque[tuple[ParallelExperts, Placement]] = deque()
+        """Steps of a part of the window."""
+        self._window: deque[torch.Tensor] = deque(maxlen=config.window_size // self._part)
+        """Its whole parts."""
+        self._begun: torch.Tensor | None = None
+        """The part that is not whole yet, as far as it has been counted."""
+        self._due: deque[tuple[int, Placement]] = deque()
+        """Layers, by their places, and what they get."""
+        self._first = 0
+        """Place of the layer whose turn is next."""
         self._steps = 0
         self.moved = 0
         """Slots that got the weights of another expert so far, on all ranks."""
@@ -67,7 +74,7 @@ class ExpertBalancer:
             self._move(*self._due.popleft())
         interval = self._steps % self._config.step_interval == 0
         if interval or self._steps % self._part == 0:
-            self._window.append(self._counted())
+            self._count()
         if interval:
             self._plan()
 
@@ -82,22 +89,38 @@ class ExpertBalancer:
             for layer in self._layers:
                 layer.counting = True
 
-    def _counted(self) -> torch.Tensor:
-        """[layers, experts] since the last time."""
+    def _count(self) -> None:
+        """Add what the layers have counted since the last time to the window."""
         counted = torch.stack([layer.loads for layer in self._layers]).cpu()
         for layer in self._layers:
             layer.loads.zero_()
-        return counted
+        self._begun = counted if self._begun is None else self._begun + counted
+        if self._steps % self._part == 0:
+            self._window.append(self._begun)
+            self._begun = None
+
+    def _loads(self) -> torch.Tensor:
+        """[layers, experts] of the window: of as many whole parts as it has room for beside the one that has begun."""
+        room = (self._config.window_size - self._steps % self._part) // self._part
+        while len(self._window) > room:
+            self._window.popleft()
+        return torch.stack([*self._window, *([] if self._begun is None else [self._begun])]).sum(0)
 
     def _plan(self) -> None:
-        """Where experts shall be from now on. Layers whose move of last time is still due are planned anew."""
-        loads = self._group.all_reduce(torch.stack(list(self._window)).sum(0))
+        """Where experts shall be from now on. Layers whose move of last time is still due are planned anew.
+
+        They move in turn from the one on whose turn is next: if there are more of them than steps until the next plan,
+        those at the end come first then.
+        """
+        loads = self._group.all_reduce(self._loads())
         self._due.clear()
         before, after = [], []
-        for layer, row in zip(self._layers, loads.tolist(), strict=True):
+        rows, count = loads.tolist(), len(self._layers)
+        for place in (*range(self._first, count), *range(self._first)):
+            layer, row = self._layers[place], rows[place]
             placement = rebalanced(layer.placement, row)
             if placement is not layer.placement:
-                self._due.append((layer, placement))
+                self._due.append((place, placement))
             before.append(layer.placement.balancedness(row))
             after.append(placement.balancedness(row))
         if self._config.log_balancedness and self._group.rank_in_group == 0:
@@ -110,7 +133,9 @@ class ExpertBalancer:
                 len(self._due),
             )
 
-    def _move(self, layer: ParallelExperts, placement: Placement) -> None:
+    def _move(self, place: int, placement: Placement) -> None:
+        layer = self._layers[place]
+        self._first = (place + 1) % len(self._layers)
         found = moves(layer.placement, placement)
         part = transfer(found, layer.placement, self._group.rank_in_group)
         for parameter in layer.parameters():

@@ -87,10 +87,15 @@ def read_experts(config: Mapping[str, Any], defaults: MoeDefaults | None, num_la
     """The experts that a config.json describes; None if no layer has any. ValueError if they cannot be."""
     if defaults is None:
         return None
-    count = int(next((config[key] for key in _COUNT_KEYS if config.get(key) is not None), defaults.num_experts))
-    layers = _layers(config, defaults, num_layers) if count else frozenset()
+    key = next((key for key in _COUNT_KEYS if config.get(key) is not None), "")
+    count = int(config[key]) if key else defaults.num_experts
+    if not count and defaults.where == "sparse_step":
+        return None  # as its class in transformers reads it
+    layers = _layers(config, defaults, num_layers)
     if not layers:
         return None
+    if count < 1:
+        raise ValueError(f"{key}: {count}, but {len(layers)} layers are made of experts, so there must be 1 at least")
     top_k = int(config.get("num_experts_per_tok", defaults.top_k))
     if not 1 <= top_k <= count:
         raise ValueError(f"num_experts_per_tok: {top_k} of {count} experts")
@@ -120,4 +125,6 @@ def _layers(config: Mapping[str, Any], defaults: MoeDefaults, num_layers: int) -
     if defaults.where == "after_dense":
         return frozenset(range(int(config.get("first_k_dense_replace", defaults.first_dense)), num_layers))
     step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or ()
+    if step < 1:
+        raise ValueError(f"decoder_sparse_step: {step}; every so many layers one has experts, so it is 1 at least")
     return frozenset(layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense)

@@ -208,6 +208,8 @@ def _split(model: Any, spec: ModelSpec, part: Slice, dtype: torch.dtype, group: 
         style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), None)
         if style is None or style in _WHOLE_STYLES or module is embedding or isinstance(module, nn.Identity | Experts):
             continue  # the embedding is split by vocabulary below; plans of some versions name it, of some not
+        if isinstance(module, nn.Linear) and not module.weight.numel():
+            continue  # of shared experts that there are none of: zero wide, which cannot be shared out
         if not isinstance(module, nn.Linear) or style not in _COLUMN_STYLES | _ROW_STYLES:
             raise UnsupportedModelError(f"{spec.architecture}: cannot split {name} as the model's plan says ({style})")
         ranges = _ranges_of(name, module, spec, group)

@@ -156,6 +156,8 @@ def _sizes(name: str, shape: tuple[int, ...], spec: ModelSpec, tp_size: int, hel
     """Elements of a tensor that each TP rank holds."""
     leaf, kind = _module(name)
     elements = math.prod(shape)
+    if not elements:  # as of shared experts that there are none of
+        return (0,) * tp_size
     if held and spec.experts is not None:
         if leaf == "experts":
             return tuple(elements // spec.experts.num_experts * len(mine) for mine in held)

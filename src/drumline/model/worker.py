@@ -59,7 +59,7 @@ class ModelWorker:
             raise ConfigError("the model was not resolved to a local folder (drumline.model.resolve)")
         self.spec = specs.read_spec(self.config.model.path).weighted(self.config.parallel)
         if self.layout.dcp > 1:
-            check_same_heads(self.layout, self.spec.heads(self.layout.tp))
+            check_same_heads(self.layout, self.spec.heads(self.layout.tp), self.spec.tp_weights)
         self.max_model_len = specs.resolve_max_model_len(self.config.model.max_model_len, self.spec)
         self.platform = resolve_platform(self.config.platform)
         self.layers = stage_layers(self.spec, self.config.parallel)[self.layout.coordinates(self.rank).pp]
@@ -355,7 +355,9 @@ class ModelWorker:
     def _join_context(self, groups: Groups) -> ContextParallel | None:
         if not self._is_context_parallel:
             return None
-        return ContextParallel(self.layout, groups.pcp, groups.dcp, groups.dcp.ranks, self.spec.heads(self.layout.tp))
+        # Where groups span engines, so do their ranks: those of this engine's layout are others.
+        heads = self.spec.heads(self.layout.tp)
+        return ContextParallel(groups.layout, groups.pcp, groups.dcp, groups.dcp.ranks, heads)
 
     def apply_model(self, func: Callable[[Any], Any]) -> Any:
         """What ``func`` gives for this rank's part of the model. UnsupportedError if its weights are elsewhere."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from drumline.errors import ConfigError
+from drumline.errors import ChannelClosedError, ConfigError
 from drumline.parallel.layout import GroupKind
 from drumline.parallel.rendezvous import listener_of, own_address
 from drumline.parallel.symmetric import SymmetricMemory
@@ -46,7 +46,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 class ProcessGroup:
     """One of torch's process group backends. What the operations do: ``GroupCoordinator``.
 
-    An error gets a note that names operation, group and rank.
+    An error gets a note that names operation, group and rank. ChannelClosedError after :meth:`close`.
     """
 
     def __init__(self, backend: Any, kind: GroupKind, ranks: Sequence[int], rank: int) -> None:
@@ -58,12 +58,15 @@ class ProcessGroup:
         self._scatters = {name: _options(dist.ReduceScatterOptions, op) for name, op in _OPS.items()}
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> None:
-        """Reduce in place."""
+        """Reduce in place. ValueError for an unknown ``op``."""
+        dense = _dense(tensor)
         try:
-            self._backend.allreduce([tensor], self._reductions[op]).wait()
+            self._backend.allreduce([dense], _known(self._reductions, op)).wait()
         except Exception as error:
             self._explain(error, f"all_reduce ({op})")
             raise
+        if dense is not tensor:
+            tensor.detach().copy_(dense)
 
     def all_gather(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
         """All tensors along ``dim``, in new memory."""
@@ -94,13 +97,14 @@ class ProcessGroup:
     def reduce_scatter(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int], op: str) -> torch.Tensor:
         """This member's part along ``dim`` of the reduction, in new memory."""
         # As in a gather: equal, contiguous pieces, one behind the other.
+        options = _known(self._scatters, op)
         longest, own = max(sizes), sizes[self._place]
         parts = torch.split_with_sizes(tensor.detach(), list(sizes), dim)
         rows = torch.stack([part if part.shape[dim] == longest else _padded(part, dim, longest) for part in parts])
         result = torch.empty_like(rows[0])
         if result.numel():
             with self._explained(f"reduce_scatter ({op})"):
-                self._backend._reduce_scatter_base(result.view(-1), rows.view(-1), self._scatters[op]).wait()
+                self._backend._reduce_scatter_base(result.view(-1), rows.view(-1), options).wait()
         return result.narrow(dim, 0, own).contiguous()
 
     def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -125,8 +129,11 @@ class ProcessGroup:
         options = dist.BroadcastOptions()
         options.rootRank = src
         options.rootTensor = 0
+        dense = _dense(tensor)
         with self._explained(f"broadcast from member {src}"):
-            self._backend.broadcast([tensor], options).wait()
+            self._backend.broadcast([dense], options).wait()
+        if dense is not tensor and src != self._place:
+            tensor.detach().copy_(dense)
 
     def send(self, tensor: torch.Tensor, dst: int) -> None:
         """Send to member ``dst``."""
@@ -177,8 +184,14 @@ class ProcessGroup:
             self._backend.barrier().wait()
 
     def close(self) -> None:
-        """End its connections and threads."""
-        self._backend.shutdown()
+        """End its connections and threads: peers that still wait get an error. Idempotent."""
+        backend = self._backend
+        if isinstance(backend, _Closed):
+            return
+        self._backend = _Closed(self._where.removeprefix("of "))
+        # Nothing is shut down by gloo's ``shutdown``; its connections end with the last reference to it.
+        end = backend.abort if isinstance(backend, _c10d.ProcessGroupGloo) else backend.shutdown
+        end()
 
     @contextmanager
     def _explained(self, operation: str) -> Iterator[None]:
@@ -190,6 +203,16 @@ class ProcessGroup:
 
     def _explain(self, error: Exception, operation: str) -> None:
         error.add_note(f"in {operation} {self._where}")
+
+
+class _Closed:
+    """In place of a backend that is closed."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __getattr__(self, name: str) -> Any:
+        raise ChannelClosedError(f"{self._what} is closed")
 
 
 class Maker:
@@ -291,6 +314,18 @@ def _gloo_device(init_method: str, one_machine: bool) -> Any:
 
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a contiguous copy: the backends take the memory of any other for a contiguous one's."""
+    return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+
+
+def _known(options: Mapping[str, Any], op: str) -> Any:
+    try:
+        return options[op]
+    except KeyError:
+        raise ValueError(f"{op!r} is no reduction; there are {', '.join(_OPS)}") from None
 
 
 def _options(kind: Any, op: Any) -> Any:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from drumline.errors import ConfigError
 from drumline.parallel.layout import GroupKind, Layout
-from drumline.parallel.shards import HeadShard, Range, split
+from drumline.parallel.shards import HeadShard, Range, attention_shards, split
 
 LEAST_CHUNK = 4
 """Tokens of the smallest chunk: of shorter sequences every place computes all."""
@@ -43,10 +43,18 @@ def held(length: _N, place: int, size: int) -> _N:
     return (length + size - 1 - place) // size
 
 
-def check_same_heads(layout: Layout, heads: Sequence[HeadShard]) -> None:
-    """ConfigError if ranks of one DCP group hold different KV heads. ``heads``: of each TP rank."""
+def check_same_heads(layout: Layout, heads: Sequence[HeadShard], weights: Sequence[int] = ()) -> None:
+    """ConfigError if ranks of one DCP group hold different KV heads. ``heads``: of each TP rank; ``weights``: in what
+    proportions they are shared."""
     if layout.dcp == 1 or _same_heads(layout, heads):
         return
+    queries, keys = heads[-1].q.stop, heads[-1].kv.stop
+    if weights and _same_heads(layout, attention_shards(queries, keys, layout.tp)):
+        raise ConfigError(
+            f"--tp-weights {','.join(map(str, weights))} does not go with --decode-context-parallel-size {layout.dcp}: "
+            f"the ranks of a DCP group would hold different KV heads (of {keys} in all), so they could not share out a "
+            "request's keys and values. Shared evenly they would hold the same: leave --tp-weights out"
+        )
     fitting = [
         size
         for size in range(1, layout.stage_size + 1)

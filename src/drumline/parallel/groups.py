@@ -303,17 +303,17 @@ class GroupCoordinator:
 
         ``sizes`` has each member's extent along ``dim`` where they differ (ranges of shards are known to everyone, so
         no shapes are exchanged); all other extents are equal. Returns a new tensor, or ``tensor`` itself for size 1.
+        IndexError for a dimension that the tensor does not have, here as in the others that take one.
         """
-        dim %= tensor.dim()
+        dim = self._dimension(tensor, dim)
         return self._collectives.all_gather(tensor, dim, self._extents(tensor, dim, sizes))
 
     def gather(
         self, tensor: torch.Tensor, dst: int = 0, dim: int = -1, sizes: Sequence[int] | None = None
     ) -> torch.Tensor | None:
         """As :meth:`all_gather`, but only member ``dst`` gets it; the others get None."""
-        if not 0 <= dst < self.size:
-            raise ValueError(f"{self!r} has no member {dst}")
-        dim %= tensor.dim()
+        self._check_member(dst)
+        dim = self._dimension(tensor, dim)
         return self._collectives.gather(tensor, dst, dim, self._extents(tensor, dim, sizes))
 
     def reduce_scatter(
@@ -324,7 +324,7 @@ class GroupCoordinator:
         All tensors have the same shape. ``sizes`` has the extent of each member's part, in group order, which add up
         to the extent of ``dim``; by default they are equal. Returns a new tensor, or ``tensor`` itself for size 1.
         """
-        dim %= tensor.dim()
+        dim = self._dimension(tensor, dim)
         whole = tensor.shape[dim]
         if sizes is None:
             if whole % self.size:
@@ -335,6 +335,18 @@ class GroupCoordinator:
         elif len(sizes) != self.size or sum(sizes) != whole or min(sizes) < 0:
             raise ValueError(f"sizes {list(sizes)} do not fit {self!r}, whose extent of dimension {dim} is {whole}")
         return self._collectives.reduce_scatter(tensor, dim, sizes, op)
+
+    def _dimension(self, tensor: torch.Tensor, dim: int) -> int:
+        """``dim``, counted from the front. IndexError if the tensor does not have it."""
+        count = tensor.dim()
+        if not -count <= dim < count:
+            has = f"a tensor of {count} dimensions has {-count} to {count - 1}" if count else "a scalar has none"
+            raise IndexError(f"{self!r} was asked for dimension {dim}: {has}")
+        return dim % count
+
+    def _check_member(self, place: int) -> None:
+        if not 0 <= place < self.size:
+            raise ValueError(f"{self!r} has no member {place}")
 
     def _extents(self, tensor: torch.Tensor, dim: int, sizes: Sequence[int] | None) -> Sequence[int]:
         """Of all members along ``dim``: those given, if they fit this one's, else this one's."""
@@ -360,12 +372,15 @@ class GroupCoordinator:
             raise ValueError(
                 f"sends {list(sends)} and receives {list(receives)} do not fit {self!r} and {len(tensor)} rows"
             )
+        if min(*sends, *receives) < 0:
+            raise ValueError(f"sends {list(sends)} and receives {list(receives)} of {self!r}: no number may be below 0")
         if sends[self.rank_in_group] != receives[self.rank_in_group]:
             raise ValueError(f"{self!r} sends itself {sends[self.rank_in_group]} rows and receives others")
         return self._collectives.all_to_all(tensor, sends, receives)
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Everyone gets member ``src``'s values, in place; returns the tensor."""
+        """Everyone gets member ``src``'s values, in place; returns the tensor. ValueError if there is none."""
+        self._check_member(src)
         self._collectives.broadcast(tensor, src)
         return tensor
 
@@ -438,8 +453,7 @@ class GroupCoordinator:
         """
         if src and self.kind in FROM_FIRST_ONLY:
             raise ValueError(f"{self!r} broadcasts objects from its first member only, not from member {src}")
-        if not 0 <= src < self.size:
-            raise ValueError(f"{self!r} has no member {src}")
+        self._check_member(src)
         return self._collectives.broadcast_object(value, src)
 
     def all_gather_object(self, value: Any) -> list[Any]:

@@ -224,7 +224,13 @@ def width_shards(width: int, tp: int, multiple: int = 1, weights: Sequence[int] 
 
 
 def vocab_shards(vocab_size: int, tp: int, weights: Sequence[int] = ()) -> tuple[Range, ...]:
-    """Vocabulary ids of each TP rank; embedding and output head use the same ranges (tied or not)."""
+    """Vocabulary ids of each TP rank; embedding and output head use the same ranges (tied or not). ConfigError if there
+    are more ranks than ids."""
+    if tp > vocab_size:
+        raise ConfigError(
+            f"--tensor-parallel-size {tp} is more than the model's vocabulary of {vocab_size} ids (vocab_size), so "
+            f"some ranks would have nothing: use at most {vocab_size}"
+        )
     return width_shards(vocab_size, tp, weights=weights)
 
 
