@@ -27,6 +27,10 @@ from typing import Any
 import psutil
 import pytest
 
+from drumline.llm.warm import warm_start
+from drumline.processes.client import originals
+from drumline.processes.warm import WarmStart
+
 GRACE_S = 5.0
 OURS_TO_KEEP = ("pytest-of-", "torchinductor", "hypothesis")
 """Folders of the test tools themselves; they go with the session's TMPDIR."""
@@ -223,6 +227,26 @@ def nothing_left_behind_at_the_end() -> Iterator[None]:
 def nothing_left_behind() -> Iterator[None]:
     """Fixtures of wider scope are made before this one, so what they keep alive counts as there already."""
     yield from _checked()
+
+
+@pytest.fixture(scope="session")
+def warm(nothing_left_behind_at_the_end: None) -> Iterator[WarmStart]:
+    """One process with everything imported, for the tests of the folders whose conftest says so."""
+    with warm_start() as made:
+        originals.current = None
+        made.wait_ready()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def engines_start_warm(warm: WarmStart) -> Iterator[None]:
+    """Engines and executors of this module's tests are copies of that process: a start costs 1 s of CPU, not 6.
+
+    Tests of how processes come to be, live and die do without.
+    """
+    originals.current = warm
+    yield
+    originals.current = None
 
 
 def _checked() -> Iterator[None]:

@@ -41,7 +41,7 @@ MORE_PROCESSES = (
     "four processes and one more for each worker, with some ten threads each"
 )
 """What to do where none can be made."""
-_FORKS = ("fork_child", "execute_child", "_execute_child", "_make_spare")
+_FORKS = ("fork_child", "execute_child", "_execute_child", "_copy_self")
 """Functions of ours and of subprocess whose EAGAIN is of such a limit."""
 
 

@@ -13,3 +13,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Folder of a tiny random Llama, and the same model in transformers."""
     folder = tmp_path_factory.mktemp("tiny-llama")
     return folder, make_tiny(folder, "llama")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def start_warm(engines_start_warm: None) -> None:
+    """See tests/conftest.py."""

@@ -79,3 +79,8 @@ def make_model(folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("tiny_llama"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def start_warm(engines_start_warm: None) -> None:
+    """See tests/conftest.py."""

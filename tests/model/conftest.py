@@ -72,3 +72,8 @@ def start_worker(config: EngineConfig, num_blocks: int = 128, block_size: int = 
     worker.initialize_from_config([KVConfig(num_blocks=num_blocks, block_size=block_size)])
     worker.compile_or_warm_up_model()
     return worker
+
+
+@pytest.fixture(autouse=True, scope="module")
+def start_warm(engines_start_warm: None) -> None:
+    """See tests/conftest.py."""

@@ -36,7 +36,7 @@ from drumline.engine.protocol import (
 from drumline.engine.starts import StartMarks
 from drumline.errors import ChannelClosedError, EngineDeadError, FailureReport, StartupError, remedy
 from drumline.executor import Executor
-from drumline.model.spec import preload_modules, read_spec
+from drumline.model.spec import MODULES_OF_ANY, preload_modules, read_spec
 from drumline.parallel.layout import device_index
 from drumline.platforms import resolve_platform
 from drumline.platforms.numa import Place, union
@@ -509,14 +509,24 @@ class EngineProcesses:
 
 KERNELS = "drumline.model.kernels.ready"
 """Module whose import makes what workers on CPUs run ready."""
+OWN_MODULES = ("drumline.engine.main", "drumline.worker.main", "drumline.transport.compiled")
+"""What the fork server imports of drumline for any engine."""
 
 
 def preload_of(config: EngineConfig) -> tuple[str, ...]:
     """What the fork server imports: what workers of this model need, and the engine core."""
     own = config.process.worker_cls != "auto"
     workers = ("torch",) if own else preload_modules(read_spec(config.model.path))
-    kernels = () if own or resolve_platform(config.platform).device_type != "cpu" else (KERNELS,)
-    return (*workers, "drumline.engine.main", "drumline.worker.main", "drumline.transport.compiled", *kernels)
+    return (*workers, *OWN_MODULES, *(() if own else _kernels(config.platform)))
+
+
+def preload_of_any(platform: str = "auto") -> tuple[str, ...]:
+    """The part of :func:`preload_of` that is the same for all models with workers of drumline's own."""
+    return (*MODULES_OF_ANY, *OWN_MODULES, *_kernels(platform))
+
+
+def _kernels(platform: str) -> tuple[str, ...]:
+    return (KERNELS,) if resolve_platform(platform).device_type == "cpu" else ()
 
 
 def core_place(config: EngineConfig) -> Place:

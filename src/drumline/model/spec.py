@@ -333,6 +333,16 @@ def kv_spec(
     )
 
 
+MODULES_OF_ANY = (
+    "torch",
+    "torch.distributed",
+    "transformers.modeling_utils",
+    "safetensors.torch",
+    "drumline.model.worker",
+)
+"""What workers of every model import."""
+
+
 def preload_modules(spec: ModelSpec) -> tuple[str, ...]:
     """Modules that a fork server imports, so that workers of this model start with everything imported."""
-    return ("torch", "torch.distributed", spec.modeling_module, "safetensors.torch", "drumline.model.worker")
+    return (*MODULES_OF_ANY[:2], spec.modeling_module, *MODULES_OF_ANY[3:])

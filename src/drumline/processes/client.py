@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from socket import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from drumline.errors import ChannelClosedError, ConfigError, DrumlineError, FailureReport
 from drumline.platforms import host
@@ -30,7 +30,7 @@ from drumline.processes.connection import Connection, socket_pair
 from drumline.processes.core import Exit, State
 from drumline.processes.environment import ONE_THREAD, root_environment
 from drumline.processes.linux import exit_of, exit_of_zombie, has_working_folder, process_state
-from drumline.processes.logs import LogConfig
+from drumline.processes.logs import LogConfig, log_path
 from drumline.processes.reports import exit_report
 from drumline.processes.titles import FORK_SERVER, SPARE_FORK_SERVER
 
@@ -48,6 +48,23 @@ inside = ""
 module of a worker class starts an engine when it is imported."""
 root_pid = 0
 """The root of the run, where this process is such a child."""
+
+
+class Original(Protocol):
+    """Makes fork servers whose imports are done."""
+
+    def copy(self, base: Mapping[str, str]) -> ForkServer | None:
+        """One that awaits its ``Begin``, for a root environment; None: none that would be as if just executed."""
+
+
+@dataclass
+class _Originals:
+    """What this program keeps of the kind, if anything: :mod:`drumline.processes.warm`."""
+
+    current: Original | None = None
+
+
+originals = _Originals()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,27 +231,22 @@ class ForkServer:
         *,
         role: str = "Root",
         grace_s: float = 1.0,
+        copies: bool = False,
     ) -> ForkServer:
         """Start a fork server with this process as its root; returns before it has imported anything.
 
         ``preload``: modules that it imports before it forks. One that fails to import ends it, with a report.
         ``env``: changes to this process's environment, for it and all children. ``role``: what reports of this
-        process's death call it.
+        process's death call it. ``copies``: it is to be copied (:mod:`drumline.processes.warm`), not to make children.
         """
         refuse_inside()
         check_interpreter()
         log = log or LogConfig.create()
         base = root_environment(env or {})
-        console_fd = open_console(log)
-        ours, theirs = socket_pair()
-        with theirs:
-            try:
-                process = _execute(theirs.fileno(), console_fd, base)
-            except BaseException:
-                ours.close()
-                raise
-        conn: Connection[m.ToClient] = Connection(ours, m.ToClient)
-        server = cls(conn, process, str(Path(log.dir) / f"{FORK_SERVER}-{process.pid}.log"))
+        server = None if copies or originals.current is None else originals.current.copy(base)
+        if server is None:
+            server = cls._executed(base)
+        server.log_file = str(log_path(log.dir, FORK_SERVER, server.pid))
         server.log = log
         begin = m.Begin(
             role=role,
@@ -244,17 +256,60 @@ class ForkServer:
             env=m.pack_env(base),
             log_dir=os.fsencode(log.dir),
             log_level=log.level,
-            console_fd=console_fd,
             grace_s=grace_s,
+            copies=copies,
         )
         own_pidfd = os.pidfd_open(os.getpid())
         try:
-            conn.send(begin, fds=[own_pidfd])
+            server.conn.send(begin, fds=[fd for fd in (own_pidfd, open_console(log)) if fd >= 0])
         except (ChannelClosedError, TimeoutError):
             pass  # whoever supervises it sees its end
         finally:
             os.close(own_pidfd)
         return server
+
+    @classmethod
+    def _executed(cls, base: Mapping[str, str]) -> ForkServer:
+        ours, theirs = socket_pair()
+        with theirs:
+            try:
+                process = _execute(theirs.fileno(), base)
+            except BaseException:
+                ours.close()
+                raise
+        return cls(Connection(ours, m.ToClient), process, "")
+
+    def copy(self, timeout_s: float = 2.0) -> ForkServer | None:
+        """One more with this process as its root, which awaits its ``Begin``; None: this one cannot be copied now.
+
+        This one must have been started for it, and nobody else may read its connection.
+        """
+        ours, theirs = socket_pair()
+        made = ForkServer(Connection(ours, m.ToClient), None, "")
+        try:
+            with theirs:
+                self.conn.send(m.Copy(), fds=[theirs.fileno()], timeout_s=0.0)
+            if made._meet_copy(timeout_s):
+                return made
+        except (ChannelClosedError, TimeoutError):
+            pass
+        except BaseException:
+            made.close()
+            raise
+        made.close()
+        return None
+
+    def _meet_copy(self, timeout_s: float) -> bool:
+        """Hear who the copy is that was made for this object."""
+        frames = self.conn.receive_wait(timeout_s)
+        if not frames or not isinstance(frames[0].message, m.SpareReady):
+            return False
+        said = frames[0].message
+        self.pid, self.pidfd = said.pid, frames[0].fds[0]
+        self.process = _Adopted(self.pid, self.pidfd)
+        self.log_file, self.import_seconds = said.log_file, said.seconds
+        self.oom_kills = host.oom_kills()
+        return True
 
     @classmethod
     def attach(cls, sock: socket, log: LogConfig | None = None) -> ForkServer:
@@ -332,14 +387,8 @@ class ForkServer:
     def meet(self, timeout_s: float = 1.0) -> bool:
         """Whether a spare is there and works. From then on it is a fork server like any other, which is ready."""
         if self._waits_as_spare:
-            frames = self.conn.receive_wait(timeout_s)
-            if not frames or not isinstance(frames[0].message, m.SpareReady):
+            if not self._meet_copy(timeout_s):
                 return False
-            said = frames[0].message
-            self.pid, self.pidfd = said.pid, frames[0].fds[0]
-            self.process = _Adopted(self.pid, self.pidfd)
-            self.log_file, self.import_seconds = said.log_file, said.seconds
-            self.oom_kills = host.oom_kills()
             self.phase, self._waits_as_spare = "ready", False
         return not self.conn.eof and process_state(self.pid) not in ("", "T", "Z")
 
@@ -449,7 +498,7 @@ def open_console(log: LogConfig) -> int:
     return log.console_fd
 
 
-def _execute(fd: int, console_fd: int, base: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _execute(fd: int, base: Mapping[str, str]) -> subprocess.Popen[bytes]:
     # Ctrl-C goes to the whole terminal group: it stays blocked in the new process until that ignores it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -458,7 +507,7 @@ def _execute(fd: int, console_fd: int, base: Mapping[str, str]) -> subprocess.Po
             stdin=subprocess.DEVNULL,
             env={**base, **ONE_THREAD},
             cwd=None if has_working_folder() else "/",
-            pass_fds=[one for one in (fd, console_fd) if one >= 0],
+            pass_fds=[fd],
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -22,7 +22,7 @@ READ_AT_IMPORT = re.compile(
     r"LD_.*|GLIBC_TUNABLES|MALLOC_.*|_RJEM_MALLOC_CONF|JE_MALLOC_CONF"  # dynamic loader and allocators
     r"|PYTHON.*"  # the interpreter
     r"|OMP_.*|GOMP_.*|KMP_.*|MKL_.*|OPENBLAS_.*|BLIS_.*|VECLIB_.*"  # compute libraries
-    r"|TORCH(?!_NCCL_|ELASTIC_).*|PYTORCH_.*|ATEN_.*|TRITON_.*"
+    r"|TORCH(?!_NCCL_|ELASTIC_|INDUCTOR_CACHE_DIR).*|PYTORCH_.*|ATEN_.*|TRITON_.*"
     r"|HF_.*|HUGGINGFACE_.*|TRANSFORMERS_.*|SAFETENSORS_.*"
 )
 """Names (full match) of variables that are read while an interpreter or a library loads."""
@@ -48,6 +48,13 @@ def needs_fresh(base: Mapping[str, str], changes: Mapping[str, str | None]) -> l
         for name, value in changes.items()
         if name not in THREAD_VARIABLES and READ_AT_IMPORT.fullmatch(name) and base.get(name) != value
     )
+
+
+def import_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Those of an environment that are read while an interpreter or a library loads; thread counts aside."""
+    return {
+        name: value for name, value in env.items() if name not in THREAD_VARIABLES and READ_AT_IMPORT.fullmatch(name)
+    }
 
 
 def root_environment(changes: Mapping[str, str | None]) -> dict[str, str]:

@@ -25,6 +25,10 @@ of a start (7 of 9 s where cores are slow), and pages that nobody writes to are 
 Nobody is its parent for long, so the root knows it by a pidfd; it has no PDEATHSIG, and ends with the root's
 connection. Until the first child is asked of it, it reports nobody's death: this process does.
 
+A fork server may be there to be **copied** (``Begin.copies``): it makes no children and reports no deaths, and for
+``Copy`` forks a process that goes on as if it had been executed just then: it awaits a ``Begin`` of its own, and only
+imports what the original has not. See warm.py for when that is right.
+
 It is a subreaper: orphans of its children become its own, are reaped, and are killed when their grace is over.
 
 Forking is only right when no other thread holds a lock at that moment and no device driver is in use, so that is
@@ -47,6 +51,7 @@ import sys
 import time
 import types
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn, cast
 
@@ -59,10 +64,10 @@ from drumline.processes import messages as m
 from drumline.processes.births import OomKills, execute_child, fork_child
 from drumline.processes.child import ROOT_SAYS_S, ChildStart
 from drumline.processes.connection import Connection, Frame, socket_pair
-from drumline.processes.environment import child_environment, needs_fresh
+from drumline.processes.environment import ONE_THREAD, child_environment, needs_fresh
 from drumline.processes.logs import ProcessLog, log_path
 from drumline.processes.reports import exit_report, make_report, print_report
-from drumline.processes.titles import FORK_SERVER, SPARE_FORK_SERVER, is_ending, set_title
+from drumline.processes.titles import COPIED_FORK_SERVER, FORK_SERVER, SPARE_FORK_SERVER, is_ending, set_title
 
 _EXIT_WAIT_S = 0.2
 _HANDLERS = (signal.SIGTERM, signal.SIGCHLD)
@@ -96,7 +101,9 @@ class _Child:
 class ForkServerProcess:
     """State of the process; see the module."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, copied: bool = False) -> None:
+        """``fd``: of the connection to the root. ``copied``: this process is a copy of one that has imported."""
+        self.copied = copied
         self.root = _Client(Connection.from_fd(fd, m.ToServer), -1, root=True)
         self.clients = [self.root]
         self.children: dict[int, _Child] = {}
@@ -106,7 +113,8 @@ class ForkServerProcess:
         """Processes that imports started, and spares."""
         self.spares: set[int] = set()
         self.spare = False
-        """It waits for the death of the one that it is a copy of."""
+        """It waits for the death of the one that it is a copy of, or is there to be copied: deaths are others' to
+        report."""
         self.obstacles: list[str] = []
         self.early: list[Frame[m.ToServer]] = []
         self.ending: float | None = None
@@ -130,6 +138,8 @@ class ForkServerProcess:
             return 1
         self.log = ProcessLog(self.log_dir, FORK_SERVER, self.begin.log_level, self.console_fd)
         linux.become_subreaper()
+        if self.begin.copies:
+            set_title(COPIED_FORK_SERVER)
         gc.disable()  # looking for garbage while millions of objects are made costs a quarter of the import time
         if not self._import_all():
             return 1
@@ -176,10 +186,13 @@ class ForkServerProcess:
         self.root.pidfd = frames[0].fds[0]
         self.early = frames[1:]
         self.env = cast("dict[str, str]", m.unpack_env(self.begin.env))
+        self.spare = self.begin.copies
         self.log_dir = os.fsdecode(self.begin.log_dir)
         sys.path[:] = map(os.fsdecode, self.begin.sys_path)
-        # A number of its own: descriptor 2 becomes the log file.
-        self.console_fd = os.dup(self.begin.console_fd) if self.begin.console_fd >= 0 else -1
+        self.console_fd = frames[0].fds[1] if len(frames[0].fds) > 1 else -1
+        if self.copied:
+            os.environ.clear()
+            os.environ.update({**self.env, **ONE_THREAD})
         return True
 
     def _import_all(self) -> bool:
@@ -217,7 +230,7 @@ class ForkServerProcess:
     def _look_for_root(self, number: int, frame: types.FrameType | None) -> None:
         if _is_gone(self.root.pidfd) or _hung_up(self.root.conn.fd):
             signal.setitimer(signal.ITIMER_REAL, 0)  # what follows takes longer than the timer's interval
-            if not self._said_goodbye() and _is_gone(self.root.pidfd, timeout_s=_EXIT_WAIT_S):
+            if not self.spare and not self._said_goodbye() and _is_gone(self.root.pidfd, timeout_s=_EXIT_WAIT_S):
                 self._tell_root_death()
             os._exit(1)
 
@@ -294,6 +307,8 @@ class ForkServerProcess:
                 self._spawn(client, frame.message, frame.fds)
             elif isinstance(frame.message, m.Spare) and client.root:
                 self._make_spare(*frame.fds)
+            elif isinstance(frame.message, m.Copy) and client.root:
+                self._make_copy(*frame.fds)
             elif isinstance(frame.message, m.Clear) and client.root:
                 self._clear()
             elif isinstance(frame.message, m.Shutdown) and client.root:
@@ -504,22 +519,31 @@ class ForkServerProcess:
 
     def _make_spare(self, conn_fd: int, root_pidfd: int) -> None:
         """If it cannot be, the root sees its connection end."""
-        if self.ending is not None or self.obstacles:
-            return
+        if self.ending is None and not self.obstacles:
+            self.spares.update(self._copy_self(conn_fd, lambda: self._be_spare(conn_fd, root_pidfd)))
+
+    def _make_copy(self, conn_fd: int) -> None:
+        """As :meth:`_make_spare`."""
+        if self.ending is None and not self.obstacles:
+            self._copy_self(conn_fd, lambda: self._be_copy(conn_fd))
+
+    def _copy_self(self, conn_fd: int, live: Callable[[], NoReturn]) -> list[int]:
+        """Fork a process that does ``live`` and say on its connection who it is; its pid, or nothing."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # threads: find_obstacles has looked at them
                 pid = os.fork()
             if pid == 0:
-                self._be_spare(conn_fd, root_pidfd)
+                live()
             self.helpers.add(pid)
-            self.spares.add(pid)
             self._introduce(pid, conn_fd)
         except OSError as error:
-            self.log.note(f"no spare fork server: {error}")
+            self.log.note(f"no copy of the fork server: {error}")
+            return []
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return [pid]
 
     def _introduce(self, pid: int, conn_fd: int) -> None:
         """Say on its connection who it is. It does not do so itself: it may be stopped before it could."""
@@ -534,14 +558,31 @@ class ForkServerProcess:
             conn.close()
             os.close(pidfd)
 
-    def _be_spare(self, conn_fd: int, root_pidfd: int) -> NoReturn:
-        """The copy's life. Nothing of the original's may stay open: others wait for the end of its connections."""
+    def _leave_original(self, *fds: int) -> None:
+        """In a copy. Nothing of the original's may stay open: others wait for the end of its connections."""
+        signal.set_wakeup_fd(-1)
+        for client in self.clients:
+            client.conn.abandon()
+        linux.close_all_but([0, 1, 2, *fds])
+
+    def _be_copy(self, conn_fd: int) -> NoReturn:
+        """The life of one that goes on as if it had been executed."""
         code = 1
         try:
-            signal.set_wakeup_fd(-1)
-            for client in self.clients:
-                client.conn.abandon()
-            linux.close_all_but([0, 1, 2, conn_fd, root_pidfd, self.console_fd])
+            self._leave_original(conn_fd)
+            set_title(FORK_SERVER)
+            server = ForkServerProcess(conn_fd, copied=True)
+            code = server.run()
+            with contextlib.suppress(AttributeError):
+                server.log.finish()
+        finally:
+            os._exit(code)
+
+    def _be_spare(self, conn_fd: int, root_pidfd: int) -> NoReturn:
+        """The spare's life."""
+        code = 1
+        try:
+            self._leave_original(conn_fd, root_pidfd, self.console_fd)
             self.wake_r, self.wake_w = os.pipe()
             self.clearing, self.terminated_at = False, None  # before it can be told to end
             self._catch_signals()

@@ -98,7 +98,7 @@ ToChild = Stop | Data
 
 
 class Begin(msgspec.Struct, tag="begin", kw_only=True):
-    """First message of the root. Descriptors: the root's pidfd."""
+    """First message of the root. Descriptors: the root's pidfd, and the console if there is one."""
 
     role: str
     pid: int
@@ -108,8 +108,9 @@ class Begin(msgspec.Struct, tag="begin", kw_only=True):
     """Environment of the root as it is: the base of every child's."""
     log_dir: bytes
     log_level: str
-    console_fd: int
     grace_s: float = 1.0
+    copies: bool = False
+    """It is there to be copied: see :class:`Copy`."""
 
 
 class Spawn(msgspec.Struct, tag="spawn", kw_only=True):
@@ -140,7 +141,12 @@ class Spare(msgspec.Struct, tag="spare"):
     """Fork a copy of yourself that waits, for the case of your death. Descriptors: its connection, the root's pidfd."""
 
 
-ToServer = Begin | Spawn | Shutdown | Clear | Spare
+class Copy(msgspec.Struct, tag="copy"):
+    """Fork a copy of yourself that becomes a fork server of its own: it awaits its :class:`Begin`. Descriptors: its
+    connection."""
+
+
+ToServer = Begin | Spawn | Shutdown | Clear | Spare | Copy
 
 # ---- fork server to client -----------------------------------------------------------------------------------------
 
@@ -196,7 +202,8 @@ class Cleared(msgspec.Struct, tag="cleared"):
 
 
 class SpareReady(msgspec.Struct, tag="spare_ready"):
-    """There is a spare; said by the fork server that made it, on the spare's connection. Descriptor: its pidfd."""
+    """There is a spare or copy; said by the fork server that made it, on the new one's connection. Descriptor: its
+    pidfd."""
 
     pid: int
     log_file: str

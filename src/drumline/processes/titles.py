@@ -45,6 +45,8 @@ def engine_core_name(dp_rank: int = 0) -> str:
 FORK_SERVER = "ForkServer"
 SPARE_FORK_SERVER = "ForkServer_spare"
 """Until it is needed."""
+COPIED_FORK_SERVER = "ForkServer_warm"
+"""One that is there to be copied."""
 DP_COORDINATOR = "DPCoordinator"
 
 
