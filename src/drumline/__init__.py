@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from drumline.llm import LLM as LLM
     from drumline.llm import AsyncLLM as AsyncLLM
     from drumline.llm import BeamSearchParams as BeamSearchParams
+    from drumline.llm import warm_start as warm_start
     from drumline.plan.sampling import RequestOutputKind as RequestOutputKind
     from drumline.plan.sampling import SamplingParams as SamplingParams
     from drumline.text.results import CompletionOutput as CompletionOutput
@@ -57,12 +58,14 @@ __all__ = [
     "WorkerContext",
     "__version__",
     "errors",
+    "warm_start",
 ]
 
 _HOMES = {
     "LLM": "drumline.llm",
     "AsyncLLM": "drumline.llm",
     "BeamSearchParams": "drumline.llm",
+    "warm_start": "drumline.llm",
     "CacheConfig": "drumline.config",
     "CompletionOutput": "drumline.text.results",
     "ConfigError": "drumline.errors",

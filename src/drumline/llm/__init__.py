@@ -9,6 +9,7 @@ from drumline.llm.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSeq
 from drumline.llm.offline import LLM
 from drumline.llm.online import AsyncLLM
 from drumline.llm.options import make_config
+from drumline.llm.warm import warm_start
 from drumline.plan.sampling import RequestOutputKind, SamplingParams
 from drumline.text.results import CompletionOutput, Logprob, RequestOutput
 
@@ -24,4 +25,5 @@ __all__ = [
     "RequestOutputKind",
     "SamplingParams",
     "make_config",
+    "warm_start",
 ]
