@@ -72,8 +72,3 @@ def _shared() -> Iterator[dict[str, Executor]]:
 def executor(_shared: dict[str, Executor], backend: str) -> Executor:
     """One executor of each backend for all tests of a module: for what leaves it usable."""
     return _shared[backend]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def start_warm(engines_start_warm: None) -> None:
-    """See tests/conftest.py."""

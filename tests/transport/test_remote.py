@@ -464,10 +464,45 @@ def test_a_flood_of_connections_takes_few_descriptors_and_passes(
         assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
 
 
+def test_silent_connections_that_come_again_keep_no_reader_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five hundred of them, each made anew as soon as it is ended, for as long as the test lasts. No time limit helps."""
+    monkeypatch.setattr(gate, "HANDSHAKE_S", 1000.0)
+    with pair(1, connect=False) as p, children() as start:
+
+        def hold() -> None:
+            poller = select.poll()
+            socks: dict[int, socket.socket] = {}
+
+            def knock() -> None:
+                sock = socket.socket()
+                sock.setblocking(False)
+                sock.connect_ex((LOCALHOST, p.port))
+                socks[sock.fileno()] = sock
+                poller.register(sock.fileno(), select.POLLRDHUP)
+
+            for _ in range(500):
+                knock()
+            while True:
+                for fd, _ in poller.poll():
+                    poller.unregister(fd)
+                    socks.pop(fd).close()
+                    knock()
+
+        flooder = start(hold)
+        p.until(lambda: p.writer._gate.refusals.count > 100, "the flood")
+        p.connect()
+        for _ in range(3):
+            still_works(p)
+        assert not select.select([flooder.pidfd], [], [], 0)[0]
+        os.kill(flooder.pid, signal.SIGKILL)
+
+
 def test_where_the_kernel_has_no_filter_the_time_limit_is_left(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "_SO_ATTACH_FILTER", 9999)
+    monkeypatch.setattr(gate, "KNOCKING_MAX", 1000)
+    monkeypatch.setattr(gate, "FLOOD_MAX", 64)
     monkeypatch.setattr(gate, "HANDSHAKE_S", 0.3)
     with pair() as p:
         still_works(p)

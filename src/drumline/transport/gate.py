@@ -10,10 +10,12 @@
   and a secret key whose public one is on the list. Both pairs are made for one run. Nothing of ours sees a byte of
   anyone else; what ZMQ itself parses before that (greeting, commands) has a limit of ``CONTROL_MAX`` bytes a frame and
   of HANDSHAKE_S seconds in all.
-* **Floods.** ZMQ accepts whatever comes, and its IO thread spins when descriptors run out. So the listening socket is
-  ours (``ZMQ_USE_FD``), and when more than KNOCKING_MAX connections are open that have not proved themselves, a socket
-  filter on it drops new ones until they have gone, which the handshake's time limit sees to. A peer of ours that comes
-  just then is not refused: its SYN is sent again by its kernel. Connections that are in use do not notice.
+* **Floods.** ZMQ accepts whatever comes, and its IO thread spins when descriptors run out. So of the connections that
+  have not proved themselves the oldest are ended when there are more than KNOCKING_MAX: a handshake of ours takes
+  milliseconds, so silent ones, however many and however often they come again, keep none of ours out. The listening
+  socket is ours (``ZMQ_USE_FD``), and when they come faster than they can be ended (FLOOD_MAX), a socket filter on it
+  drops new ones for a moment. A peer of ours that comes just then is not refused: its SYN is sent again by its kernel.
+  Connections that are in use do not notice.
 * **Log.** The first refusal is logged, then at most one line a minute, with the count.
 
 Rejected: ``unbind`` under a flood: ZMQ then ends the connections which the listener had accepted, ours too. Counting
@@ -42,6 +44,8 @@ HANDSHAKE_S = 5.0
 """Seconds after which a connection that has not proved itself is closed."""
 KNOCKING_MAX = 64
 """Connections that may be open at a time without having proved themselves."""
+FLOOD_MAX = 4 * KNOCKING_MAX
+"""At so many, those that were ended and are not gone yet included, new ones have to wait."""
 LOG_EVERY_S = 60.0
 """Seconds between two lines about refused connections."""
 
@@ -141,11 +145,15 @@ class Gate:
         """
         self._allowed = dict(allowed)
         self._on_gone = on_gone
-        self._open: set[int] = set()
+        self._open: dict[int, None] = {}
+        """Connections, the oldest first."""
         self._ours: set[int] = set()
+        self._ended: set[int] = set()
+        """Those that were ended here and are not gone yet."""
         self._shut = False
         self._can_shut = True
         listener, self.url = addresses.listen(host, port, _BACKLOG)
+        self._port = listener.getsockname()[1]
         self._listener = listener.dup()  # ZMQ closes the one that it gets; they are one socket to the kernel
         self.refusals = Refusals(f"listener {self.url}")
         self._zap: zmq.Socket[bytes] = context.socket(zmq.REP)
@@ -169,9 +177,11 @@ class Gate:
                 self._zap.send_multipart(self._answer(self._zap.recv_multipart(zmq.NOBLOCK)))
         for event, value in events(self._monitor):
             if event == zmq.EVENT_ACCEPTED:
-                self._open.add(value)
+                self._open.pop(value, None)
+                self._open[value] = None
             elif event == zmq.EVENT_DISCONNECTED:
-                self._open.discard(value)
+                self._open.pop(value, None)
+                self._ended.discard(value)
                 if value in self._ours:
                     self._ours.discard(value)
                     self._on_gone(value)
@@ -192,13 +202,23 @@ class Gate:
         return [b"1.0", request, b"200", b"OK", user.encode(), b""]
 
     def _open_or_shut(self) -> None:
-        knocking = len(self._open) - len(self._ours & self._open)
-        if not self._shut and knocking > KNOCKING_MAX and self._can_shut:
+        unproved = [fd for fd in self._open if fd not in self._ours]
+        knocking = [fd for fd in unproved if fd not in self._ended]
+        for fd in knocking[: max(0, len(knocking) - KNOCKING_MAX)]:
+            self._end(fd)
+        if not self._shut and len(unproved) > FLOOD_MAX and self._can_shut:
             self._shut = self._can_shut = self._filter(_SO_ATTACH_FILTER, _FILTER)
-            self.refusals.add(f"{knocking} at once: new ones wait until these are gone")
-        elif self._shut and knocking <= KNOCKING_MAX // 2:
+            self.refusals.add(f"{len(unproved)} at once: new ones wait until these are gone")
+        elif self._shut and len(unproved) <= KNOCKING_MAX:
             self._filter(_SO_DETACH_FILTER, struct.pack("i", 0))
             self._shut = False
+
+    def _end(self, fd: int) -> None:
+        """ZMQ, which has the descriptor, sees the end of the stream. Its number may be somebody else's by now."""
+        self._ended.add(fd)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockname()[1] == self._port:
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _filter(self, option: int, value: bytes) -> bool:
         try:
