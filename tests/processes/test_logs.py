@@ -50,7 +50,8 @@ def test_lines_of_several_processes_are_never_mixed(tmp_path: Path) -> None:
 def test_long_lines_are_cut_to_what_a_pipe_takes_in_one_piece() -> None:
     read, write = os.pipe()
     console = Console(write, "Worker_TP0")
-    tee = LineTee(os.open(os.devnull, os.O_WRONLY), console)
+    tee = LineTee(os.open(os.devnull, os.O_WRONLY))
+    tee.attach(console)
     got: list[bytes] = []
     reader = read_all(read, got)
     tee.write("é" * 5000 + "\nshort\n\n")

@@ -142,12 +142,17 @@ def prune(base: Path, keep: int) -> None:
 class LineTee(io.TextIOBase):
     """A text stream that writes whole lines to a log file and, with a prefix, to the console. Thread-safe."""
 
-    def __init__(self, file_fd: int, console: Console) -> None:
+    def __init__(self, file_fd: int) -> None:
         self._file_fd = file_fd
-        self._console = console
+        self._console: Console | None = None
         self._part = ""
         self._lost = 0
         self._lock = threading.RLock()
+
+    def attach(self, console: Console) -> None:
+        """Begin anew: what a process that this one is a copy of had begun is forgotten, and who held the lock there."""
+        self._lock = threading.RLock()
+        self._console, self._part, self._lost = console, "", 0
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -196,7 +201,7 @@ class LineTee(io.TextIOBase):
         if self._lost:
             text = f"\n({self._lost} lines could not be written here: no space)\n{text}"
         self._lost = 0 if write_all(self._file_fd, text.encode(errors="replace")) else self._lost + len(shown)
-        for line in shown:
+        for line in shown if self._console is not None else ():
             self._console.line(line)
 
 
@@ -502,6 +507,12 @@ def log_path(folder: str, name: str, pid: int) -> Path:
     return Path(folder) / f"{name}-{pid}.log"
 
 
+_TEES = (LineTee(1), LineTee(2))
+"""The same objects in a process and in its copies: libraries keep the ``sys.stderr`` of the time when they were imported
+(transformers' own logging does), which was the fork server's. Written to in a child, it must lead to the child's console:
+the descriptor that the fork server had opened for its own is something else there, a socket to the engine maybe."""
+
+
 class ProcessLog:
     """The log of one child process: redirects descriptors 1 and 2, ``sys.stdout`` and ``sys.stderr``, and logging."""
 
@@ -512,8 +523,9 @@ class ProcessLog:
         os.dup2(fd, 1, inheritable=True)
         os.dup2(fd, 2, inheritable=True)
         os.close(fd)
-        self._tees = (LineTee(1, self._console), LineTee(2, self._console))
-        sys.stdout, sys.stderr = self._tees
+        for tee in _TEES:
+            tee.attach(self._console)
+        sys.stdout, sys.stderr = _TEES
         _configure_logging(level)
 
     def _path(self, name: str) -> Path:
@@ -535,7 +547,7 @@ class ProcessLog:
 
     def finish(self) -> None:
         """Write unfinished lines."""
-        for tee in self._tees:
+        for tee in _TEES:
             tee.finish()
 
 
