@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from drumline import LLM, AsyncLLM, SamplingParams
+from drumline.engine.front import FrontChannel
 from drumline.errors import ConfigError, EngineDeadError, RequestFailedError
 from drumline.text.results import RequestOutput
 from tests.engine.poison import POISON
@@ -215,6 +216,27 @@ def kill_rank_1(worker: Any) -> None:
     if worker.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(LIMIT_S)
+
+
+def test_text_that_got_between_the_messages(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a library in the engine core writes to a descriptor of another time: nobody waits for the end of what is no
+    message; the engine is started again."""
+    doors: list[int] = []
+    close_door = FrontChannel.close_door
+
+    def keep(channel: FrontChannel) -> None:
+        if channel.door >= 0:
+            doors.append(os.dup(channel.door))
+        close_door(channel)
+
+    monkeypatch.setattr(FrontChannel, "close_door", keep)
+    with LLM(str(model_path), **OPTIONS) as llm:
+        before = llm.generate(PROMPTS, FIRST, use_tqdm=False)
+        os.write(doors[0], b"a warning about something\n")
+        os.close(doors[0])
+        same(llm.generate(PROMPTS, FIRST, use_tqdm=False), before)
+        assert len(doors) == 2
+        os.close(doors[1])
 
 
 def test_options() -> None:

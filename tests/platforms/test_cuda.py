@@ -166,6 +166,7 @@ def test_torch_that_is_not_imported_has_opened_nothing() -> None:
 
 @pytest.mark.skipif(not find_gpus(), reason="no NVIDIA GPU on this machine")
 def test_all_sources_agree_on_a_real_machine_and_leave_no_device_open() -> None:
+    before = _open_devices()
     nvml, smi, proc = cuda._from_nvml(), cuda._from_smi(), cuda._from_proc()
     assert nvml
     assert smi
@@ -173,7 +174,12 @@ def test_all_sources_agree_on_a_real_machine_and_leave_no_device_open() -> None:
     assert [gpu.bus for gpu in nvml] == [gpu.bus for gpu in smi]
     if proc:
         assert {gpu.uuid for gpu in nvml} <= {gpu.uuid for gpu in proc}  # /proc shows those of other containers too
-    assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd).startswith("/dev/nvidia")]
+    assert _open_devices() == before
+
+
+def _open_devices() -> list[str]:
+    paths = [os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()]
+    return sorted(path for path in paths if path.startswith("/dev/nvidia"))
 
 
 AS_TORCH_SEES_IT = """

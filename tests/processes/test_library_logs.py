@@ -9,9 +9,7 @@ from __future__ import annotations
 import os
 import pty
 import socket
-import tempfile
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -81,10 +79,10 @@ class Console:
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "some_library.py").write_text(LIBRARY)
     monkeypatch.syspath_prepend(tmp_path)
-    yield "some_library"
+    return "some_library"
 
 
 @pytest.mark.parametrize("birth", ["executed", "copied"])
@@ -92,12 +90,12 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_what_a_library_says(tmp_path: Path, library: str, kind: str, birth: str) -> None:
     console = Console(kind, tmp_path)
     with ExitStack() as stack:
-        spare_numbers = [tempfile.TemporaryFile() for _ in range(5)]  # the copy's console has another number
+        numbers = [os.open(os.devnull, os.O_RDONLY) for _ in range(5)]  # the copy's console has another number
         log = LogConfig.create(dir=str(tmp_path / "warm"), console_fd=console.fd)
         if birth == "copied":
             stack.enter_context(WarmStart((library,), log)).wait_ready()
-        for one in spare_numbers:
-            one.close()
+        for number in numbers:
+            os.close(number)
         log = LogConfig.create(dir=str(tmp_path / "log"), console_fd=console.fd)
         server = stack.enter_context(ForkServer.start((library,), log=log))
         supervisor = stack.enter_context(Supervisor(server))

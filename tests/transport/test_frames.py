@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from drumline.errors import TransportError
 from drumline.transport.frames import Frames
 
 
@@ -81,3 +82,12 @@ def test_both_directions_in_two_threads(ends: tuple[Frames, Frames]):
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
+
+
+def test_what_is_no_frame_is_an_error(ends: tuple[Frames, Frames]):
+    """As when somebody else writes to the descriptor: whoever reads must not wait for the rest of a huge message."""
+    one, other = ends
+    one.send(b"first")
+    one._sock.send(b"a line of text\n")
+    with pytest.raises(TransportError, match="something else was written"):
+        other.receive(bytes)

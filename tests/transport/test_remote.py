@@ -465,7 +465,7 @@ def test_a_flood_of_connections_takes_few_descriptors_and_passes(
 
 
 def test_silent_connections_that_come_again_keep_no_reader_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five hundred of them, each made anew as soon as it is ended, for as long as the test lasts. No time limit helps."""
+    """Five hundred of them, each made anew as soon as it is ended, for as long as the test lasts; no limit helps."""
     monkeypatch.setattr(gate, "HANDSHAKE_S", 1000.0)
     with pair(1, connect=False) as p, children() as start:
 

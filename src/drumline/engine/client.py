@@ -25,6 +25,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from drumline.config import EngineConfig
 from drumline.engine.front import FrontChannel, Stream, result_value
 from drumline.engine.launch import EngineProcesses
@@ -41,8 +43,9 @@ from drumline.engine.protocol import (
     UtilityCall,
     UtilityResult,
 )
-from drumline.errors import EngineDeadError, FailureReport, RequestError, RPCTimeoutError
+from drumline.errors import EngineDeadError, FailureReport, RequestError, RPCTimeoutError, TransportError
 from drumline.processes.live import LiveReport
+from drumline.processes.reports import make_report
 from drumline.transport import deadline_after
 
 log = logging.getLogger(__name__)
@@ -115,6 +118,18 @@ class EngineClient:
     def _waits(self) -> bool:
         """Whether somebody waits for something of the engine. Any thread."""
         raise NotImplementedError
+
+    def _receive(self, channel: FrontChannel) -> list[EngineOutputs | UtilityResult]:
+        """What has come. The engine is given up if it cannot be read: where the next message begins is not known."""
+        try:
+            return channel.receive()
+        except (TransportError, msgspec.MsgspecError) as error:
+            if self._processes.failure is None:
+                report = make_report(error, role=self._role, phase="serving")
+                threading.Thread(
+                    target=self._processes.give_up, args=(report,), name="drumline-torn", daemon=True
+                ).start()
+            return []
 
     def _start(self) -> EngineInfo:
         """Start all processes and wait until they are ready; blocks."""
@@ -320,7 +335,7 @@ class SyncEngineClient(EngineClient):
         if not self._torn:
             self._torn = True
             channel.flush()
-            self._received += channel.receive()
+            self._received += self._receive(channel)
             self._torn = False
         while self._received:
             message = self._received[0]
@@ -514,7 +529,7 @@ class AsyncEngineClient(EngineClient):
             return
         touched: dict[str, _PushStream] = {}
         note = self._note
-        for message in channel.receive():
+        for message in self._receive(channel):
             if isinstance(message, EngineOutputs):
                 self._stats = message.stats
                 for output in message.outputs:

@@ -201,8 +201,9 @@ class LineTee(io.TextIOBase):
         if self._lost:
             text = f"\n({self._lost} lines could not be written here: no space)\n{text}"
         self._lost = 0 if write_all(self._file_fd, text.encode(errors="replace")) else self._lost + len(shown)
-        for line in shown if self._console is not None else ():
-            self._console.line(line)
+        if self._console is not None:
+            for line in shown:
+                self._console.line(line)
 
 
 class ConsoleWriter:
@@ -508,9 +509,9 @@ def log_path(folder: str, name: str, pid: int) -> Path:
 
 
 _TEES = (LineTee(1), LineTee(2))
-"""The same objects in a process and in its copies: libraries keep the ``sys.stderr`` of the time when they were imported
-(transformers' own logging does), which was the fork server's. Written to in a child, it must lead to the child's console:
-the descriptor that the fork server had opened for its own is something else there, a socket to the engine maybe."""
+"""The same objects in a process and in its copies: libraries keep the ``sys.stderr`` of the time of their import
+(transformers' own logging does), which was the fork server's. In a child it must lead to the child's console: the
+descriptor that the fork server had opened for its own is something else there, a socket to the engine maybe."""
 
 
 class ProcessLog:

@@ -20,8 +20,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
+from drumline.errors import TransportError
+
 _LENGTH = struct.Struct("<Q")
 _CHUNK = 1 << 16
+_LONGEST = 1 << 40
+"""Bytes; a length beyond is none."""
 _TURNS = 64
 """Chunks that one call receives at most: whoever reads has other things to do, too."""
 
@@ -78,7 +82,10 @@ class Frames:
                 out.popleft()
 
     def receive(self, decode: Callable[[bytes | memoryview], T]) -> list[T]:
-        """What has come, without waiting. ``decode`` gets a message, whose memory is its own for the call only."""
+        """What has come, without waiting. ``decode`` gets a message, whose memory is its own for the call only.
+
+        TransportError if what has come is no frame: somebody else has written to the descriptor.
+        """
         found: list[T] = []
         for _ in range(_TURNS):
             if self.eof:
@@ -104,14 +111,14 @@ class Frames:
     def _whole(self) -> bool:
         """The rest begins with a whole frame: only then it is copied, so that a long one is copied once."""
         size = _LENGTH.size
-        return len(self._rest) >= size and len(self._rest) >= size + _LENGTH.unpack_from(self._rest)[0]
+        return len(self._rest) >= size and len(self._rest) >= size + _length(self._rest, 0)
 
     @staticmethod
     def _split(data: bytes | memoryview, decode: Callable[[bytes | memoryview], T], found: list[T]) -> int:
         """Decode the whole frames in ``data``; their bytes."""
         at, size = 0, _LENGTH.size
         while len(data) - at >= size:
-            end = at + size + _LENGTH.unpack_from(data, at)[0]
+            end = at + size + _length(data, at)
             if end > len(data):
                 break
             found.append(decode(data[at + size : end]))
@@ -122,3 +129,10 @@ class Frames:
         """Close; what waits is lost. Idempotent."""
         self._out.clear()
         self._sock.close()
+
+
+def _length(data: bytes | bytearray | memoryview, at: int) -> int:
+    length: int = _LENGTH.unpack_from(data, at)[0]
+    if length > _LONGEST:
+        raise TransportError(f"no message has {length} bytes: something else was written to its descriptor")
+    return length
