@@ -219,8 +219,8 @@ def kill_rank_1(worker: Any) -> None:
 
 
 def test_text_that_got_between_the_messages(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a library in the engine core writes to a descriptor of another time: nobody waits for the end of what is no
-    message; the engine is started again."""
+    """As when a library in the engine core writes to a descriptor of another time. Nobody waits for the end of what is
+    no message; the engine is started again."""
     doors: list[int] = []
     close_door = FrontChannel.close_door
 
