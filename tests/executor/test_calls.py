@@ -137,10 +137,10 @@ def test_failures_are_folded_under_the_earliest(harness: Harness) -> None:
 
 
 def test_a_call_with_a_failure_has_no_deadline_any_more(harness: Harness) -> None:
-    call = harness.begin(timeout=0.01)
+    call = harness.begin(timeout=0.3)
     harness.table.failed(call.id, report())
     with pytest.raises(TimeoutError, match="it goes on"):
-        call.result(timeout=0.05)
+        call.result(timeout=0.4)
     harness.table.settle(call)
     assert isinstance(call.exception(), RemoteCallError)
 

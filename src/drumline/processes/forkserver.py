@@ -655,13 +655,14 @@ def _above_stdio(fd: int) -> int:
     """
     high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
     os.close(fd)
-    null = fcntl.fcntl(os.open(os.devnull, os.O_RDWR), fcntl.F_DUPFD_CLOEXEC, 3)
+    null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         try:
             os.fstat(standard)
         except OSError:
             os.dup2(null, standard, inheritable=True)
-    os.close(null)
+    if null > 2:
+        os.close(null)
     return high
 
 
