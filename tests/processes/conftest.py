@@ -24,14 +24,19 @@ class House:
     """A fork server, a supervisor and what it told."""
 
     def __init__(
-        self, folder: Path, preload: tuple[str, ...] = (), rung_s: float = 4.0, method: str = "forkserver"
+        self,
+        folder: Path,
+        preload: tuple[str, ...] = (),
+        rung_s: float = 4.0,
+        method: str = "forkserver",
+        window_s: float = 0.15,
     ) -> None:
         self.events: queue.Queue[MemberEvent] = queue.Queue()
         self.log = LogConfig.create(dir=str(folder), console_fd=-1)
         self.method = method
         own = method in ("spawn", "fork")
         self.server = OwnChildren(method, self.log) if own else ForkServer.start(preload, log=self.log)
-        self.supervisor = Supervisor(self.server, self.events.put, rung_s=rung_s)
+        self.supervisor = Supervisor(self.server, self.events.put, rung_s=rung_s, window_s=window_s)
 
     def spawn(self, target: str, payload: bytes = b"", role: str = "Worker_0", **spec: object) -> Member:
         if self.method == "plain":
