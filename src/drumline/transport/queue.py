@@ -216,6 +216,25 @@ class _LocalEnd:
         self._queue.close()
 
 
+def _check_sizes(
+    local_readers: int, remote_readers: int, port: int, slot_bytes: int, slots: int, arena_bytes: int
+) -> None:
+    """ConfigError if a queue cannot have these."""
+    for what, number, least, most in (
+        ("local_readers", local_readers, None, None),
+        ("remote_readers", remote_readers, None, 65535),
+        ("port", port, 0, 65535),
+        ("slot_bytes", slot_bytes, None, 1 << 31),
+        ("slots", slots, None, 1 << 30),
+        ("arena_bytes", arena_bytes, 0, _MOST_BYTES),
+    ):
+        whole_number(what, number, least, most)
+    if slots * slot_bytes > _MOST_BYTES:
+        raise ConfigError(f"slots times slot_bytes is at most {_MOST_BYTES}, not {slots} times {slot_bytes}")
+    if not 0 <= local_readers <= 254 or remote_readers < 0 or not local_readers + remote_readers:
+        raise ConfigError(f"a queue has readers: {local_readers} local (at most 254), {remote_readers} remote")
+
+
 class MessageQueue:
     """The writing end of a queue, and what makes it: any Python object to every reader.
 
@@ -269,21 +288,9 @@ class MessageQueue:
         ConfigError if that cannot work.
 
         """
-        for what, number, least, most in (
-            ("local_readers", local_readers, None, None),
-            ("remote_readers", remote_readers, None, 65535),
-            ("port", port, 0, 65535),
-            ("slot_bytes", slot_bytes, None, 1 << 31),
-            ("slots", slots, None, 1 << 30),
-            ("arena_bytes", arena_bytes, 0, _MOST_BYTES),
-        ):
-            whole_number(what, number, least, most)
-        if slots * slot_bytes > _MOST_BYTES:
-            raise ConfigError(f"slots times slot_bytes is at most {_MOST_BYTES}, not {slots} times {slot_bytes}")
+        _check_sizes(local_readers, remote_readers, port, slot_bytes, slots, arena_bytes)
         if not isinstance(name, str) or "\0" in name or not is_unicode(name) or len(name.encode()) > _MOST_NAME:
             raise ConfigError(f"name is at most {_MOST_NAME} bytes of text without NUL, not {shown(name)}")
-        if not 0 <= local_readers <= 254 or remote_readers < 0 or not local_readers + remote_readers:
-            raise ConfigError(f"a queue has readers: {local_readers} local (at most 254), {remote_readers} remote")
         if remote_readers and not host:
             raise ConfigError("remote readers need host: the address of this machine that they connect to")
         self.name = name
