@@ -135,16 +135,33 @@ async def test_errors_are_one_line(run: Run, server: Served, capsys: pytest.Capt
     assert "The engine died" in await error(1, "-m", "x")
 
 
-async def test_a_server_that_is_no_drumline(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("hello", "not as a drumline server"),
+        ("[" * 100_000, "not as a drumline server"),
+        *((body, "not as a server of the OpenAI API") for body in ("{}", "[]", "5", '{"data": 5}', '{"data": [{}]}')),
+        ('{"error": "out of order"}', "out of order"),
+        ('{"error": {"message": "out of order"}}', "out of order"),
+        ('{"error": {"code": 7}}', "'code': 7"),
+    ],
+)
+async def test_a_server_that_is_no_drumline(body: str, said: str) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body.encode()))
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as other:
         port = other.sockets[0].getsockname()[1]
-        with pytest.raises(ServerError, match="not as a drumline server"):
+        with pytest.raises(ServerError, match=said):
             await asyncio.to_thread(Client(f"127.0.0.1:{port}").models)
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://x:port", "ftp://x", "http://a..b:80", f"http://{'a' * 70}"])
+def test_a_url_that_is_none(url: str) -> None:
+    with pytest.raises(ServerError):
+        Client(url).models()
 
 
 async def test_a_server_that_goes_away_in_mid_answer() -> None:

@@ -21,6 +21,7 @@ from drumline.config import (
     choose_backend,
 )
 from drumline.errors import ConfigError
+from drumline.llm.options import make_config
 
 CPU = DeviceTable(platform="cpu", accelerator=False)
 
@@ -262,3 +263,16 @@ def test_nodes_and_cpus_are_lists(given: dict[str, Any]) -> None:
 def test_lists_of_nodes_and_cpus_become_tuples() -> None:
     config = ProcessConfig(numa_bind_nodes=[0, 1], numa_bind_cpus=["0-3", "4"])  # type: ignore[arg-type]
     assert (config.numa_bind_nodes, config.numa_bind_cpus) == ((0, 1), ("0-3", "4"))
+
+
+@pytest.mark.parametrize("value", ["a,b", "1.5,1.5", "", [1.5, 1.5], [2, True], ["1", "2"], 3])
+def test_layers_of_stages_by_keyword(value: Any) -> None:
+    """``LLM(pp_layer_partition=...)``: nothing is rounded or taken for a number."""
+    with pytest.raises(ConfigError, match="pp-layer-partition"):
+        make_config(pipeline_parallel_size=2, pp_layer_partition=value)
+
+
+@pytest.mark.parametrize("value", ["1,2", [1, 2], (1, 2)])
+def test_layers_of_stages(value: Any) -> None:
+    made = make_config(pipeline_parallel_size=2, pp_layer_partition=value)
+    assert made.parallel.pp_layer_partition == (1, 2)

@@ -91,8 +91,9 @@ def test_weights_that_are_not_whole_are_refused(tiny: Tiny, tmp_path: Path) -> N
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": weights.name, "b": "model-2.safetensors"}}))
     refused(r"lacks model-2\.safetensors, which its index names")
-    index.write_text("{}")
-    refused("cannot be read as an index")
+    for text in ("{}", '{"weight_map": {"a": 5}}', '{"weight_map": ["a"]}'):
+        index.write_text(text)
+        refused("cannot be read as an index")
 
 
 def test_offline_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -290,3 +290,16 @@ def test_layers_with_a_window() -> None:
     for wrong in ({"layer_types": kinds[:3]}, {"layer_types": kinds, "sliding_window": None}):
         with pytest.raises(ConfigError, match=r"config\.json lacks or mistypes"):
             windows(model_type="gemma2", **wrong)
+    for other in ("linear_attention", "chunked_attention", 5, None):
+        for model_type in ("gemma2", "gemma3_text", "qwen2", "qwen3", "smollm3"):
+            with pytest.raises(ConfigError, match=f"there is no {other!r} here"):
+                windows(model_type=model_type, layer_types=[*kinds[:3], other], sliding_window=7)
+
+
+@pytest.mark.parametrize(
+    "name", ["num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"]
+)
+@pytest.mark.parametrize("value", [0, -1, "72", 7.5, True])
+def test_sizes_that_are_none(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: {value!r} is no whole number"):
+        spec_from_config(SMOLLM | {name: value})

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import resource
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -252,19 +255,105 @@ def test_one_in_a_program(warm: WarmStart, tmp_path: Path) -> None:
     assert originals.current is None
 
 
-def test_a_forked_copy_of_the_program(warm: WarmStart) -> None:
-    """It has no part in the connection, and its end closes nothing."""
+def in_fork(work: Callable[[], None]) -> int:
+    """Exit code of a fork of this program that does ``work``."""
     pid = os.fork()
     if pid == 0:
+        code = 1
         try:
-            assert warm.copy({}) is None
-            warm.close()
-            os._exit(0)
+            work()
+            code = 0
+        except BaseException:  # noqa: BLE001  the exit code tells
+            traceback.print_exc()
         finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_forked_copy_of_the_program(warm: WarmStart, tmp_path: Path) -> None:
+    """It has no part in the connection, its end closes nothing, and it may have one of its own."""
+
+    def work() -> None:
+        assert originals.current is None
+        assert warm.copy({}) is None
+        with pytest.raises(DrumlineError, match="belongs to process"):
+            warm.wait_ready()
+        warm.close()
+        with warm_start(tmp_path / "own") as own:
+            own.wait_ready()
+            house = House(tmp_path / "log")
+            assert is_copy(house.server)
+            house.ready(house.spawn("serve"))
+            house.close()
+
+    assert in_fork(work) == 0
     assert process_state(warm.pid) in ("S", "R")
     warm.wait_ready()
+
+
+def test_nobody_waits_for_one_who_waits(tmp_path: Path, module: Callable[[str, str], str]) -> None:
+    """While a thread waits for imports that do not end: engines start, other waits end in their time, a fork is told,
+    and closing ends the wait."""
+    endless = module("imported_never", "import time\nwhile True: time.sleep(1)")
+    ended: queue.Queue[BaseException] = queue.Queue()
+    warm = warm_start(tmp_path / "warm", endless)
+
+    def wait() -> None:
+        try:
+            warm.wait_ready(100)
+        except DrumlineError as error:
+            ended.put(error)
+
+    def told() -> None:
+        with pytest.raises(DrumlineError, match="belongs to process"):
+            warm.wait_ready(100)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        began = time.monotonic()
+        house = House(tmp_path / "log")
+        assert not is_copy(house.server)
+        house.close()
+        with pytest.raises(DrumlineError, match="not done after"):
+            warm.wait_ready(0.2)
+        assert in_fork(told) == 0
+    finally:
+        warm.close()
+    assert "closed" in str(ended.get(timeout=20))
+    thread.join()
+    assert time.monotonic() - began < 50
+
+
+def test_one_of_several_threads_gets_it(tmp_path: Path) -> None:
+    start = threading.Barrier(4)
+    got: queue.Queue[WarmStart | ConfigError] = queue.Queue()
+
+    def make(number: int) -> None:
+        start.wait()
+        try:
+            got.put(warm_start(tmp_path / f"warm{number}"))
+        except ConfigError as error:
+            got.put(error)
+
+    threads = [threading.Thread(target=make, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    made = [one for one in got.queue if isinstance(one, WarmStart)]
+    for one in made:
+        one.close()
+    assert len(made) == 1
+
+
+def test_one_that_has_died_is_in_nobodys_way(warm: WarmStart, tmp_path: Path) -> None:
+    os.kill(warm.pid, signal.SIGKILL)
+    wait_gone(warm.pid)  # noqa: F405
+    with warm_start(tmp_path / "next") as made:
+        made.wait_ready()
+        assert originals.current is made
+        assert warm.pid == 0
 
 
 PROGRAM = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,15 @@ def test_sampling_defaults(tmp_path: Path) -> None:
         "repetition_penalty": 1.1,
         "min_p": 0.05,
     }
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": "hot"}, {"temperature": math.nan}, {"top_p": 5}, {"max_new_tokens": -5}, {"top_k": 1.5}]
+)
+def test_sampling_defaults_that_cannot_work(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: "):
+        read_sampling_defaults(tmp_path)
 
 
 def test_bytes_of_tokens(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None:

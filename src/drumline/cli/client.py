@@ -25,8 +25,8 @@ class Client:
     """Talks to one server. ``answer_s``: how long it may be silent while it answers; None: any time."""
 
     def __init__(self, url: str, api_key: str = "", answer_s: float | None = None) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
         except ValueError:
             raise ServerError(f"{url}: not a URL") from None
@@ -50,9 +50,12 @@ class Client:
     def models(self) -> list[str]:
         """Names of the models served there."""
         answer = self.get("/v1/models")
-        if "error" in answer:
-            raise ServerError(answer["error"]["message"])
-        return [entry["id"] for entry in answer["data"]]
+        if said := _error_of(answer):
+            raise ServerError(said)
+        try:
+            return [str(entry["id"]) for entry in answer["data"]]
+        except (TypeError, KeyError):
+            raise ServerError(f"{self.url} answers, but not as a server of the OpenAI API") from None
 
     def chat(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Events of a streamed answer. Close the iterator to stop the answer."""
@@ -62,7 +65,7 @@ class Client:
             response = connection.getresponse()
             if response.status != 200:
                 answer = self._json(response)
-                raise ServerError(answer.get("error", {}).get("message", f"HTTP {response.status}"))
+                raise ServerError(_error_of(answer) or f"HTTP {response.status}")
             yield from self._events(response)
 
     def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -72,9 +75,14 @@ class Client:
             data = line[6:].strip()
             if data == b"[DONE]":
                 return
-            event = json.loads(data)
-            if "error" in event:
-                raise ServerError(event["error"]["message"])
+            try:
+                event = json.loads(data)
+            except (ValueError, RecursionError):
+                event = None
+            if not isinstance(event, dict):
+                raise ServerError(f"the server at {self.url} sends events that are no JSON objects")
+            if said := _error_of(event):
+                raise ServerError(said)
             yield event
         raise ServerError("the answer broke off: the server went away")
 
@@ -85,10 +93,9 @@ class Client:
         try:
             try:
                 _aside(connection.connect)
-            except OSError as e:
-                raise ServerError(
-                    f"no server answers at {self.url} ({e.strerror or e}). Start one with: drumline serve"
-                ) from None
+            except (OSError, UnicodeError) as e:  # a name that cannot be one
+                why = getattr(e, "strerror", None) or e
+                raise ServerError(f"no server answers at {self.url} ({why}). Start one with: drumline serve") from None
             connection.sock.settimeout(self._answer_s)
             yield connection
         except TimeoutError:
@@ -102,8 +109,16 @@ class Client:
         data = response.read()
         try:
             return json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ServerError(f"{self.url} answers, but not as a drumline server (HTTP {response.status})") from None
+
+
+def _error_of(answer: Any) -> str:
+    """What an answer says that went wrong; empty: it says nothing of the kind."""
+    error = answer.get("error") if isinstance(answer, dict) else None
+    if isinstance(error, dict):
+        return str(error.get("message") or error)
+    return str(error or "")
 
 
 def _aside(work: Callable[[], None]) -> None:

@@ -151,7 +151,9 @@ def split_healing(options: Mapping[str, Any]) -> tuple[Healing, dict[str, Any]]:
 
 def with_model(config: EngineConfig) -> EngineConfig:
     """``config`` with the model's local folder, fetched if need be, and checked. ConfigError. Blocks."""
-    return check_model(dataclasses.replace(config, model=resolve(config.model)))
+    made = check_model(dataclasses.replace(config, model=resolve(config.model)))
+    read_sampling_defaults(made.model.path)
+    return made
 
 
 class Common:

@@ -120,8 +120,16 @@ def _adapted(name: str, value: Any) -> Any:
     if name in ("served_model_name", "preload"):
         return (value,) if isinstance(value, str) else tuple(value)
     if name == "pp_layer_partition" or (name == "tp_weights" and value != "auto"):
-        return tuple(int(count) for count in (value.split(",") if isinstance(value, str) else value))
+        return _numbers(value) if isinstance(value, str) else value
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _numbers(text: str) -> tuple[int, ...] | str:
+    """Of a text such as ``3,4``; another text as it is, for the configuration to refuse."""
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        return text
 
 
 def options_of(engine_args: Any) -> dict[str, Any]:

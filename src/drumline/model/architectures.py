@@ -250,6 +250,8 @@ def layer_windows(config: Mapping[str, Any], architecture: Architecture, num_lay
     types = config.get("layer_types") or _default_layer_types(config, architecture, num_layers, window)
     if len(types) != num_layers:
         raise ValueError(f"layer_types: {len(types)} for {num_layers} layers")
+    if other := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
+        raise ValueError(f"layer_types: there is no {other[0]!r} here, only full_attention and sliding_attention")
     if window is None and "sliding_attention" in types:
         raise ValueError("sliding_window: layers of sliding attention need one")
     return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -89,7 +89,10 @@ def check_weights(folder: Path) -> None:
 def _indexed(index: Path) -> list[str]:
     """Names of the files that an index lists."""
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if strange := [name for name in files if not isinstance(name, str)]:
+            raise TypeError(f"{strange[0]!r} is no name of a file")
+        return sorted(files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index} cannot be read as an index of safetensors: {error!r}") from error
 

@@ -180,9 +180,17 @@ def spec_from_config(config: Mapping[str, Any], name: str = "the model") -> Mode
         raise ConfigError(f"{name}: config.json lacks or mistypes {error}") from error
 
 
+def _whole(config: Mapping[str, Any], name: str) -> int:
+    """A size, which the library's own code will use as it is: no text, at least 1. KeyError, ValueError."""
+    value = config[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}: {value!r} is no whole number of at least 1")
+    return value
+
+
 def _make_spec(config: Mapping[str, Any], model_type: str, architecture: Architecture) -> ModelSpec:
-    heads, layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
-    hidden = int(config["hidden_size"])
+    heads, layers = _whole(config, "num_attention_heads"), _whole(config, "num_hidden_layers")
+    hidden = _whole(config, "hidden_size")
     kv_heads = config.get("num_key_value_heads", architecture.num_kv_heads) if model_type != "gpt_neox" else None
     head_dim = config.get("head_dim", architecture.head_dim) if model_type != "gpt_neox" else None
     latent = read_latent(config, architecture.latent)
@@ -193,11 +201,11 @@ def _make_spec(config: Mapping[str, Any], model_type: str, architecture: Archite
         architecture=architecture.class_name,
         num_layers=layers,
         hidden_size=hidden,
-        intermediate_size=int(config["intermediate_size"]),
+        intermediate_size=_whole(config, "intermediate_size"),
         num_heads=heads,
         num_kv_heads=int(kv_heads or heads),
         head_dim=int(head_dim or hidden // heads),
-        vocab_size=int(config["vocab_size"]),
+        vocab_size=_whole(config, "vocab_size"),
         max_positions=int(config.get("max_position_embeddings") or architecture.max_positions),
         tied=bool(config.get("tie_word_embeddings", architecture.tied)),
         dtype=_checkpoint_dtype(config),

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import resource
+import select
 import threading
 import time
 from collections.abc import Mapping
@@ -34,6 +35,19 @@ from drumline.processes.linux import has_working_folder
 from drumline.processes.logs import LogConfig
 
 _LIMITS = sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")})
+_LOOK_S = 0.1
+"""How often a thread that waits for the imports looks whether it was closed by another."""
+_claim = threading.Lock()
+
+
+def _forget() -> None:
+    """In a fork of the program: it has no part in the connection, and may have a warm start of its own."""
+    global _claim
+    _claim = threading.Lock()
+    originals.current = None
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 class WarmStart:
@@ -45,16 +59,24 @@ class WarmStart:
     """
 
     def __init__(self, preload: tuple[str, ...], log: LogConfig | None = None) -> None:
-        """``preload``: modules that do not change while the program runs. ConfigError if there is one already."""
+        """``preload``: modules that do not change while the program runs.
+
+        ConfigError if there is one already (one whose process has died is closed, and this one takes its place).
+        """
         self._lock = threading.Lock()
+        """Held for moments only, never while something is waited for."""
         self._pid = os.getpid()
         self._failure = ""
         self._base = import_variables(root_environment({}))
         self._surroundings = surroundings()
-        if originals.current is not None:
-            raise ConfigError("this program has a warm start already: close that one first")
-        self._server: ForkServer | None = ForkServer.start(preload, log=log, role="WarmStart", copies=True)
-        originals.current = self
+        with _claim:
+            before = originals.current
+            if isinstance(before, WarmStart) and before._works():
+                raise ConfigError("this program has a warm start already: close that one first")
+            self._server: ForkServer | None = ForkServer.start(preload, log=log, role="WarmStart", copies=True)
+            originals.current = self
+        if isinstance(before, WarmStart):
+            before.close()
 
     @property
     def pid(self) -> int:
@@ -64,28 +86,41 @@ class WarmStart:
     def wait_ready(self, timeout_s: float = 120.0) -> None:
         """Wait for the imports. DrumlineError if they failed, the process is gone, or after so many seconds."""
         deadline = time.monotonic() + timeout_s
-        with self._lock:
-            while not self._is_ready(min(1.0, max(0.0, deadline - time.monotonic()))):
+        while True:
+            if os.getpid() != self._pid:  # the lock may be held for ever here
+                raise DrumlineError(f"no warm start: this one belongs to process {self._pid}, of which this is a fork")
+            with self._lock:
+                if self._is_ready():
+                    return
                 if self._failure:
                     raise DrumlineError(f"no warm start: {self._failure}")
-                if time.monotonic() >= deadline:
-                    raise DrumlineError(f"no warm start: its imports are not done after {timeout_s:g} s")
+                fd = self._server.conn.fd if self._server is not None else -1
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DrumlineError(f"no warm start: its imports are not done after {timeout_s:g} s")
+            poller = select.poll()
+            poller.register(fd, select.POLLIN)
+            poller.poll(min(left, _LOOK_S) * 1000)  # it may be closed meanwhile, which ends no poll
 
     def copy(self, base: Mapping[str, str]) -> ForkServer | None:
         """A fork server for the environment ``base``, or None where one must be executed."""
         if os.getpid() != self._pid or import_variables(base) != self._base or surroundings() != self._surroundings:
             return None
         with self._lock:
-            return self._server.copy() if self._is_ready(0.0) and self._server is not None else None
+            return self._server.copy() if self._is_ready() and self._server is not None else None
 
-    def _is_ready(self, timeout_s: float) -> bool:
-        """Take in what it says, which nobody else reads; waits so long for the first word if it is not ready."""
+    def _works(self) -> bool:
+        with self._lock:
+            return self._is_ready() or not self._failure
+
+    def _is_ready(self) -> bool:
+        """Take in what it has said, which nobody else reads. The lock is held."""
         server = self._server
         if server is None:
             self._failure = "it has been closed"
             return False
         try:
-            frames = server.conn.receive_wait(0.0 if server.phase == "ready" else timeout_s)
+            frames = server.conn.receive()
         except ChannelClosedError:
             frames, server.conn.eof = [], True
         for frame in frames:
@@ -103,13 +138,14 @@ class WarmStart:
         return server.phase == "ready" and not self._failure
 
     def close(self) -> None:
-        """End the process; engines that started from it go on. Idempotent."""
+        """End the process; engines that started from it go on, and threads that wait for it are told. Idempotent."""
         if os.getpid() != self._pid:
             return
         with self._lock:
             server, self._server = self._server, None
-        if originals.current is self:
-            originals.current = None
+        with _claim:
+            if originals.current is self:
+                originals.current = None
         if server is not None:
             server.close()
 

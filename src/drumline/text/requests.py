@@ -255,7 +255,8 @@ class RequestBuilder:
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
             if asked is not None and (self.vocab_size if asked == -1 else asked) > self.max_logprobs:
-                raise RequestError(f"{name} must be at most {self.max_logprobs}, got {shown(asked)}.", param=name)
+                got = f"-1, which asks for all {self.vocab_size}" if asked == -1 else shown(asked)
+                raise RequestError(f"{name} must be at most {self.max_logprobs}, got {got}.", param=name)
         for name in ("stop_strings", "bad_words"):
             if getattr(params, name) and self.tokenizer is None:
                 name = name.removesuffix("_strings")

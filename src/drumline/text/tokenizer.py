@@ -19,6 +19,7 @@ from typing import Any
 import tokenizers
 
 from drumline.errors import ConfigError, RequestError
+from drumline.plan.sampling import SamplingParams
 from drumline.text.bounds import FewestTokens
 from drumline.text.chat import ChatTemplate, load_chat_template
 from drumline.text.spelling import byte_table
@@ -250,10 +251,19 @@ def read_eos_token_ids(folder: str | Path) -> tuple[int, ...]:
 
 
 def read_sampling_defaults(folder: str | Path) -> dict[str, Any]:
-    """Defaults of SamplingParams that generation_config.json gives, as vLLM takes them."""
-    config = _read_json(Path(folder) / "generation_config.json")
+    """Defaults of SamplingParams that generation_config.json gives, as vLLM takes them.
+
+    ConfigError if one of them cannot work: every request that does not give its own would fail.
+    """
+    path = Path(folder) / "generation_config.json"
+    config = _read_json(path)
     found = {ours: config.get(theirs) for theirs, ours in _SAMPLING_DEFAULTS.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    given = {name: value for name, value in found.items() if value is not None}
+    try:
+        SamplingParams(**given)
+    except RequestError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return given
 
 
 def _read_json(path: Path) -> dict[str, Any]:

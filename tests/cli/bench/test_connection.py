@@ -235,8 +235,15 @@ async def test_cancelling_closes_the_connection() -> None:
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port", "http://[::1"])
 def test_addresses_that_are_none(url: str) -> None:
-    with pytest.raises((AddressError, ValueError)):
+    with pytest.raises(AddressError):
         Client(url)
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 70])
+async def test_names_that_no_host_has(host: str) -> None:
+    async with Client(f"http://{host}:80") as client:
+        exchange = await client.get("/v1/models")
+    assert (exchange.error, exchange.status) == (http.CONNECTION, 0)
 
 
 def test_headers_cannot_break_out() -> None:

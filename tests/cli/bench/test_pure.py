@@ -164,6 +164,7 @@ def test_who_counts() -> None:
         (stream(completion("a"), done=False), BROKEN, "without [DONE]"),
         ([(1.0, b"data: {}\n\ndata: half")], BROKEN, "within an event"),
         (stream(b"{not json"), MALFORMED, "not JSON"),
+        (stream(b"[" * 100_000), MALFORMED, "not JSON"),
         (stream(b"[1]"), MALFORMED, "not an object"),
         (stream({"choices": [3]}), MALFORMED, "another shape"),
         (stream({"choices": [], "usage": {"completion_tokens": "x"}}), MALFORMED, "another shape"),
@@ -227,6 +228,10 @@ def test_whatever_a_server_sends_is_an_answer_or_an_error(events: list[Any], don
     assert found.output_tokens >= 0
     assert "".join(report.table(summary, "t").split("\n")).isprintable()
     json.dumps(report.result(summary, {}, [found]), allow_nan=False)
+
+
+def test_a_refusal_that_nobody_can_read() -> None:
+    assert refusal(500, [(0.0, b'{"error":' + b"[" * 100_000)]).startswith('{"error":[[')
 
 
 def test_what_a_server_refuses_with_cannot_steer_the_terminal() -> None:

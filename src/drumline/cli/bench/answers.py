@@ -97,7 +97,7 @@ def read_answer(pieces: Sequence[tuple[float, bytes]]) -> Answer:
             return answer
         try:
             event = _decode(data)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             raise AnswerError(MALFORMED, f"an event is not JSON: {_shown(data)}") from None
         if not isinstance(event, dict):
             raise AnswerError(MALFORMED, f"an event is not an object: {_shown(data)}")
@@ -204,7 +204,7 @@ def refusal(status: int, pieces: Sequence[tuple[float, bytes]]) -> str:
     body = b"".join(data for _, data in pieces)
     try:
         said = error_message(_decode(body))
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         said = ""
     return printable(said[:300] or _shown(body)) or f"HTTP {status}"
 

@@ -167,8 +167,8 @@ class Client:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """``silence_s``: longest time without a byte of an answer. AddressError if ``url`` is none."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
         except ValueError:
             raise AddressError(f"{url}: not a URL") from None
@@ -246,8 +246,8 @@ class Client:
                 connection = await self._first_that_connects()
         except TimeoutError:
             exchange.end(TIMEOUT, f"no connection after {CONNECT_S:g} s")
-        except OSError as e:
-            exchange.end(CONNECTION, e.strerror or str(e))
+        except (OSError, UnicodeError) as e:  # a name that cannot be one
+            exchange.end(CONNECTION, getattr(e, "strerror", None) or str(e))
         else:
             self._all.add(connection)
             return connection
