@@ -81,7 +81,7 @@ def execute_child(start: ChildStart, sys_path: list[bytes]) -> int:
     spec_fd = os.memfd_create("drumline-child")
     try:
         texts = {"env": m.pack_env(start.env), "log_dir": os.fsencode(start.log_dir)}
-        given = {name: value for name, value in vars(start).items() if name != "told"}
+        given = {name: value for name, value in vars(start).items() if name not in ("told", "imported")}
         with os.fdopen(os.dup(spec_fd), "wb") as file:
             file.write(m.encode(m.FreshSpec(sys_path=sys_path, **{**given, **texts})))
         inherited = [spec_fd, start.conn_fd, *start.fds, start.server_fd, start.console_fd]

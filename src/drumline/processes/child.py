@@ -92,6 +92,8 @@ class ChildStart:
     """The owner itself made it: there is no fork server between them."""
     allowed: tuple[int, ...] = ()
     """CPUs that its maker might use before it was bound to some of them."""
+    imported: tuple[int, ...] = ()
+    """Descriptors that modules of its maker opened when they were imported; the child has these modules too."""
     told: mmap.mmap | None = None
     """One byte that the fork server shares: not zero once it has reported the root's death. None: executed fresh."""
 
@@ -488,7 +490,7 @@ def _clear_descriptors(start: ChildStart) -> None:
     if start.own:  # objects of the owner's program may still close their numbers, which must not be ours then
         linux.blank_all_but(keep[1:])
     else:
-        linux.close_all_but(keep)
+        linux.keep_descriptors(keep, start.imported)
 
 
 def _settle(start: ChildStart) -> None:

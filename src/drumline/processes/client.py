@@ -243,7 +243,8 @@ class ForkServer:
         check_interpreter()
         log = log or LogConfig.create()
         base = root_environment(env or {})
-        server = None if copies or originals.current is None else originals.current.copy(base)
+        original = None if copies else originals.current
+        server = original.copy(base) if original is not None else None
         if server is None:
             server = cls._executed(base)
         server.log_file = str(log_path(log.dir, FORK_SERVER, server.pid))

@@ -101,8 +101,9 @@ class _Child:
 class ForkServerProcess:
     """State of the process; see the module."""
 
-    def __init__(self, fd: int, *, copied: bool = False) -> None:
-        """``fd``: of the connection to the root. ``copied``: this process is a copy of one that has imported."""
+    def __init__(self, fd: int, *, copied: bool = False, imported: tuple[int, ...] = ()) -> None:
+        """``fd``: of the connection to the root. ``copied``: this process is a copy of one whose imports opened
+        ``imported``."""
         self.copied = copied
         self.root = _Client(Connection.from_fd(fd, m.ToServer), -1, root=True)
         self.clients = [self.root]
@@ -115,6 +116,7 @@ class ForkServerProcess:
         self.spare = False
         """It waits for the death of the one that it is a copy of, or is there to be copied: deaths are others' to
         report."""
+        self._opened_by_imports = linux.identities(imported)
         self.obstacles: list[str] = []
         self.early: list[Frame[m.ToServer]] = []
         self.ending: float | None = None
@@ -141,13 +143,20 @@ class ForkServerProcess:
         if self.begin.copies:
             set_title(COPIED_FORK_SERVER)
         gc.disable()  # looking for garbage while millions of objects are made costs a quarter of the import time
+        opened = set(linux.open_fds())
         if not self._import_all():
             return 1
+        self._opened_by_imports |= linux.identities(fd for fd in linux.open_fds() if fd not in opened)
         self.helpers = set(linux.children_of(os.getpid()))
         self._check()
         gc.freeze()  # without a collection before: it takes 0.4 s, and what it would find is 11,000 small objects
         gc.enable()
         return self._serve_all()
+
+    def imported(self) -> tuple[int, ...]:
+        """Descriptors that imports opened and that are still open."""
+        now = linux.identities(self._opened_by_imports)
+        return tuple(fd for fd, identity in now.items() if identity == self._opened_by_imports[fd])
 
     def _serve_all(self) -> int:
         try:
@@ -494,6 +503,7 @@ class ForkServerProcess:
             root_pid=self.begin.pid,
             of_root=client.root,
             told=self.told,
+            imported=self.imported(),
         )
         try:
             pid = (
@@ -563,15 +573,18 @@ class ForkServerProcess:
         signal.set_wakeup_fd(-1)
         for client in self.clients:
             client.conn.abandon()
-        linux.close_all_but([0, 1, 2, *fds])
+        imported = self.imported()
+        linux.keep_descriptors([0, 1, 2, *fds], imported)
+        self._opened_by_imports = linux.identities(imported)  # some lead to /dev/null now
 
     def _be_copy(self, conn_fd: int) -> NoReturn:
         """The life of one that goes on as if it had been executed."""
         code = 1
         try:
+            imported = self.imported()
             self._leave_original(conn_fd)
             set_title(FORK_SERVER)
-            server = ForkServerProcess(conn_fd, copied=True)
+            server = ForkServerProcess(conn_fd, copied=True, imported=imported)
             code = server.run()
             with contextlib.suppress(AttributeError):
                 server.log.finish()

@@ -11,7 +11,8 @@ import fcntl
 import os
 import platform
 import signal
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -90,8 +91,27 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-def close_all_but(keep: Iterable[int]) -> None:
-    """Close every descriptor that is not in ``keep``."""
+def identities(fds: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """Device and inode that each of these leads to; those that are closed are left out."""
+    found = {}
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            status = os.fstat(fd)
+            found[fd] = status.st_dev, status.st_ino
+    return found
+
+
+def keep_descriptors(keep: Iterable[int], imported: Sequence[int] = ()) -> None:
+    """Close every descriptor that is not in ``keep``, in a copy of a process.
+
+    ``imported``: what modules opened while they were imported. They have the numbers still, so none of these may come
+    to mean something else: files stay open, and anything else becomes ``/dev/null``.
+    """
+    keep = [*keep, *imported]
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in imported:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.dup2(null, fd, inheritable=False)
     low = 0
     for fd in sorted(set(keep)):
         if low < fd:  # closerange(0, 0) of Python 3.11 closes everything
@@ -103,7 +123,7 @@ def close_all_but(keep: Iterable[int]) -> None:
 
 
 def blank_all_but(keep: Iterable[int]) -> None:
-    """As :func:`close_all_but`, but the numbers stay taken, by ``/dev/null``."""
+    """Close all others, but the numbers stay taken, by ``/dev/null``."""
     kept = set(keep)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in open_fds():

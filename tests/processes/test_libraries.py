@@ -1,7 +1,8 @@
-"""What libraries say through a stream that they took when they were imported: transformers' own logging is such a one.
+"""What libraries opened, or took, when they were imported, which was in the fork server.
 
-That was in the fork server. In its children, and in theirs where it was itself a copy, it must lead to the child's log
-and console, and into no descriptor that has the number of the fork server's console.
+A stream for their log lines (transformers' own logging keeps such a one) must lead to the child's log and console, and
+a descriptor must not come to mean one of the child's own: text that went into such a number broke the connection
+between engine core and front end.
 """
 
 from __future__ import annotations
@@ -111,3 +112,68 @@ def test_what_a_library_says(tmp_path: Path, library: str, kind: str, birth: str
         assert path.read_text().splitlines() == ["said by a library", "half a line"]
         assert f"(Worker_{number} pid={pid}) said by a library" in shown
     assert len([line for line in shown if "said by" in line]) == 2
+
+
+HOLDER = """
+import os
+import socket
+
+log = open({path!r}, "a", buffering=1)
+one, other = socket.socketpair()
+closed = os.open("/dev/null", os.O_RDONLY)
+
+def main(context, payload):
+    pairs = [one for _ in range(30) for one in socket.socketpair()]
+    numbers = [pair.fileno() for pair in pairs]
+    assert log.fileno() not in numbers and one.fileno() not in numbers
+    log.write(f"{{os.getpid()}}\\n")
+    try:
+        one.send(b"to nobody")
+        context.fail(AssertionError("all processes have this socket"))
+    except OSError:
+        pass
+    stray = []
+    for each in pairs:
+        each.setblocking(False)
+        try:
+            stray.append(each.recv(100))
+        except BlockingIOError:
+            pass
+    context.ready(repr(stray).encode())
+    context.wait_stop(60)
+"""
+
+
+@pytest.mark.parametrize("birth", ["executed", "copied", "spare"])
+def test_what_a_library_has_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, birth: str) -> None:
+    """Files stay open, as they do in any fork; of sockets and the like only the number is kept."""
+    (tmp_path / "holding_library.py").write_text(HOLDER.format(path=str(tmp_path / "library.log")))
+    monkeypatch.syspath_prepend(tmp_path)
+    with ExitStack() as stack:
+        if birth == "copied":
+            log = LogConfig.create(dir=str(tmp_path / "warm"), console_fd=-1)
+            stack.enter_context(WarmStart(("holding_library",), log)).wait_ready()
+        log = LogConfig.create(dir=str(tmp_path / "log"), console_fd=-1)
+        server = stack.enter_context(ForkServer.start(("holding_library",), log=log))
+        supervisor = stack.enter_context(Supervisor(server))
+        pids = []
+
+        def ask() -> None:
+            member = server.spawn(ProcessSpec(role="Worker_0", target="holding_library:main"))
+            supervisor.add(member)
+            supervisor.wait_all_ready([member], 30)
+            assert member.info == b"[]"
+            pids.append(member.pid)
+
+        ask()
+        if birth == "spare":
+            spare = server.spare()
+            assert spare is not None
+            stack.callback(spare.close)
+            assert spare.meet(10)
+            supervisor.close()
+            server.close()
+            server = spare
+            supervisor = stack.enter_context(Supervisor(server))
+        ask()
+        assert (tmp_path / "library.log").read_text().split() == [str(pid) for pid in pids]
