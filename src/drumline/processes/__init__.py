@@ -41,7 +41,8 @@ they wait for): ``request_stop`` is for it.
 ``OwnChildren("spawn", log)`` (or ``"fork"``) stands for the fork server where this process itself is to make children.
 
 A fork server serves one Supervisor in each process at a time. Descriptors in ``ProcessSpec.fds`` are duplicated by
-``spawn``: the caller closes its own when it likes. No child gets any descriptor beyond its connection and these.
+``spawn``: the caller closes its own when it likes. No child gets any descriptor beyond its connection, these, and files
+that preloaded modules have open.
 """
 
 from __future__ import annotations
