@@ -87,8 +87,8 @@ def write(queue: BroadcastQueue, waiters: Sequence[Waiter], kind: str, pause_s: 
         writer.enqueue([part], me, time.monotonic() + 20, kind=number, buffers=[buffer] if buffer else [])
 
 
-def run(kind: str, pause_s: float) -> tuple[int, str]:
-    """Number of messages read, all of them right; the error that ended it."""
+def run(kind: str, pause_s: float) -> tuple[int, str, int]:
+    """Number of messages read, all of them right; the error that ended it; how often the reader looked again."""
     queue = BroadcastQueue.create("order", 512, 16, arena_bytes=1 << 17)
     waiters = [Waiter.create("writer"), Waiter.create("reader")]
     reader = queue.reader(0, waiters[0].ringer(1))
@@ -109,29 +109,32 @@ def run(kind: str, pause_s: float) -> tuple[int, str]:
             assert child.join() == 0
     except TransportError as raised:
         error = str(raised)
-    if kind == "none":
-        assert reader.rereads == 0
-    elif not error:
-        assert reader.rereads + reader._arena.rereads > 0, "nobody noticed"
-    reader.close()
-    for thing in (queue, *waiters):
-        thing.close()
-    return number, error
+    finally:
+        noticed = reader.rereads + (reader._arena.rereads if reader._arena is not None else 0)
+        reader.close()
+        for thing in (queue, *waiters):
+            thing.close()
+    return number, error, noticed
 
 
 def test_the_right_order_needs_no_second_look() -> None:
-    assert run("none", 0.0) == (COUNT, "")
+    assert run("none", 0.0) == (COUNT, "", 0)
 
 
 @pytest.mark.parametrize("kind", ["ring", "arena"])
 def test_a_short_swap_is_noticed_and_repaired(kind: str) -> None:
-    """What comes a little late is waited for; nothing wrong is ever delivered."""
-    number, error = run(kind, 0.0)
-    assert number == COUNT or "out of step" in error
+    """What comes a little late is waited for; nothing wrong is ever delivered. The reader has to be awake in the few
+    microseconds of a swap: on a busy machine it may miss all of one run."""
+    for _ in range(20):
+        number, error, noticed = run(kind, 0.0)
+        assert number == COUNT or "out of step" in error
+        if noticed or error:
+            return
+    pytest.fail("nobody noticed")
 
 
 @pytest.mark.parametrize("kind", ["ring", "arena"])
 def test_a_long_swap_is_refused(kind: str) -> None:
-    number, error = run(kind, 0.2)
+    number, error, _ = run(kind, 0.2)
     assert number < COUNT
     assert "out of step" in error

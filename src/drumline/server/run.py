@@ -52,7 +52,6 @@ from drumline.server.prompts import TextFiles, TextRoom
 from drumline.server.service import RETRY_S, Service, Start, age_of_process
 from drumline.server.sockets import bind, is_loopback, listeners, url
 from drumline.server.uvicorn_server import HttpServer
-from drumline.text.tokenizer import read_sampling_defaults
 
 log = logging.getLogger(__name__)
 
@@ -282,7 +281,6 @@ class Command:
 
         self.service.set_phase("resolving the model")
         config = check_model(await resolve(self._config, self.service.set_phase))
-        read_sampling_defaults(config.model.path)
         self.service.set_phase("starting the engine")
         self._engine = self.service.engine = make_engine(config, self._server)
         self._marks.end("model folder", time.monotonic())
