@@ -100,6 +100,8 @@ def test_the_text_of_a_timeout_names_each_rank(make: Make) -> None:
     executor = make("mp", 3)
     pids = pids_of(executor)
     executor.collective_rpc("sleep", (0.3, 0), reply_rank=2)
+    progress = executor._progress  # type: ignore[attr-defined]
+    wait_until(lambda: progress.ended()[1] == 1)
     stop(pids[1])
     wait_for_state(pids[1], "T")
     with pytest.raises(RPCTimeoutError) as caught:

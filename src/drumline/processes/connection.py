@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
+import resource
 import select
 import socket
 import struct
@@ -137,10 +139,14 @@ class Connection(Generic[In]):
             _close_all(self._out.popleft()[1])
 
     def receive(self) -> list[Frame[In]]:
-        """Everything that has arrived; never blocks. Sets :attr:`eof` at the end of the stream."""
+        """Everything that has arrived; never blocks. Sets :attr:`eof` at the end of the stream.
+
+        :raises ChannelClosedError: a frame that none of ours can be.
+        :raises OSError: descriptors that came with it are lost, since this process has as many open as it may.
+        """
         while not self.eof:
             try:
-                data, ancillary, _flags, _address = self._sock.recvmsg(
+                data, ancillary, flags, _address = self._sock.recvmsg(
                     _CHUNK, socket.CMSG_SPACE(253 * 4), socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
@@ -151,6 +157,10 @@ class Connection(Generic[In]):
             for level, kind, payload in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     self._fds.extend(array.array("i", payload[: len(payload) // 4 * 4]))
+            if flags & socket.MSG_CTRUNC:
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                text = f"no room for descriptors that were sent: raise the limit of open files (ulimit -n), now {limit}"
+                raise OSError(errno.EMFILE, text)
             if not data:
                 self.eof = True
             self._buffer += data

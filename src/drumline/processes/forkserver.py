@@ -505,6 +505,7 @@ class ForkServerProcess:
             told=self.told,
             imported=self.imported(),
         )
+        pid = 0
         try:
             pid = (
                 execute_child(start, self.begin.sys_path)
@@ -513,6 +514,8 @@ class ForkServerProcess:
             )
             pidfd = os.pidfd_open(pid)
         except OSError as error:
+            if pid:  # out of descriptors
+                self.strays[pid] = time.monotonic()
             report = make_report(error, role=spawn.role, rank=spawn.rank, phase="starting")
             self._tell(client, m.SpawnFailed(spawn.key, report))
             for sock in (ours, theirs):
@@ -530,16 +533,20 @@ class ForkServerProcess:
     def _make_spare(self, conn_fd: int, root_pidfd: int) -> None:
         """If it cannot be, the root sees its connection end."""
         if self.ending is None and not self.obstacles:
-            self.spares.update(self._copy_self(conn_fd, lambda: self._be_spare(conn_fd, root_pidfd)))
+            pid = self._copy_self(conn_fd, lambda: self._be_spare(conn_fd, root_pidfd))
+            if pid:
+                self.spares.add(pid)
 
     def _make_copy(self, conn_fd: int) -> None:
         """As :meth:`_make_spare`."""
         if self.ending is None and not self.obstacles:
             self._copy_self(conn_fd, lambda: self._be_copy(conn_fd))
 
-    def _copy_self(self, conn_fd: int, live: Callable[[], NoReturn]) -> list[int]:
-        """Fork a process that does ``live`` and say on its connection who it is; its pid, or nothing."""
+    def _copy_self(self, conn_fd: int, live: Callable[[], NoReturn]) -> int:
+        """Fork a process that does ``live`` and say on its connection who it is; its pid, or 0 if none was made. One
+        that cannot be introduced is killed, which the root sees too."""
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        pid = 0
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # threads: find_obstacles has looked at them
@@ -550,15 +557,20 @@ class ForkServerProcess:
             self._introduce(pid, conn_fd)
         except OSError as error:
             self.log.note(f"no copy of the fork server: {error}")
-            return []
+            if pid:
+                os.kill(pid, signal.SIGKILL)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return [pid]
+        return pid
 
     def _introduce(self, pid: int, conn_fd: int) -> None:
         """Say on its connection who it is. It does not do so itself: it may be stopped before it could."""
-        conn: Connection[m.ToServer] = Connection.from_fd(os.dup(conn_fd), m.ToServer)
         pidfd = os.pidfd_open(pid)
+        try:
+            conn: Connection[m.ToServer] = Connection.from_fd(os.dup(conn_fd), m.ToServer)
+        except OSError:
+            os.close(pidfd)
+            raise
         try:
             log_file = log_path(self.log_dir, FORK_SERVER, pid)
             conn.send(m.SpareReady(pid, str(log_file), self.import_seconds), fds=[pidfd], timeout_s=0.0)
