@@ -130,6 +130,9 @@ def refusals(rank: int, size: int, method: str) -> dict[str, Any]:
         lambda: tp.all_to_all(torch.ones(0, 1), [1, -1], [1, -1]),
         lambda: tp.all_reduce(torch.ones(2), "avg"),
         lambda: tp.reduce_scatter(torch.ones(size), op="avg"),
+        lambda: tp.all_gather_into(torch.ones(size, 2), torch.ones(3)),
+        lambda: tp.all_gather_into(torch.ones(size, 3, dtype=torch.float64), torch.ones(3)),
+        lambda: tp.all_gather_into(torch.ones(3, size).T, torch.ones(3)),
     ]
     errors = []
     for call in calls:

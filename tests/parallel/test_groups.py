@@ -98,6 +98,13 @@ def test_tensors_that_are_not_contiguous(ran: Ran, function: str) -> None:
         }
 
 
+GATHERED_INTO = [
+    ("6 elements of torch.float32 into a contiguous tensor, from a", "[3] into [2, 2] of torch.float32"),
+    ("6 elements of torch.float32 into a contiguous tensor, from a", "[3] into [2, 3] of torch.float64"),
+    ("6 elements of torch.float32 into a contiguous tensor, from a", "[3] into [2, 3] of torch.float32"),
+]
+
+
 @pytest.mark.parametrize("function", ["refusals", "gloo_refusals"])
 def test_arguments_that_do_not_fit(ran: Ran, function: str) -> None:
     for rank, got in enumerate(ran[function]):
@@ -112,6 +119,7 @@ def test_arguments_that_do_not_fit(ran: Ran, function: str) -> None:
             f"{asked} -1: a scalar has none",
             f"ValueError: sends [1, -1] and receives [1, -1] of {group}: no number may be below 0",
             *["ValueError: 'avg' is no reduction; there are sum, max, min"] * 2,
+            *(f"ValueError: {group} gathers {what} contiguous one, not {shapes}" for what, shapes in GATHERED_INTO),
         ]
         assert got["after"] == 2
 
@@ -151,13 +159,13 @@ def test_a_killed_peer_fails_the_others(ran: Ran, function: str) -> None:
     for rank, got in enumerate((first, second)):
         assert got["fast"]
         if function == "killed":
-            assert got["error"] == f"all_reduce of world group (0, 1, 2) on rank {rank}: rank 2 (pid N) has died"
+            assert got["error"] == f"all_reduce of tp group (0, 1, 2) on rank {rank}: rank 2 (pid N) has died"
         else:
             assert got["error"].endswith(f"in all_reduce (sum) of world group (0, 1, 2) on rank {rank}")
 
 
 def test_a_peer_that_does_not_come_is_a_timeout(ran: Ran) -> None:
-    assert ran["late"][0] == {"error": "barrier of world group (0, 1) on rank 0: no sign of rank 1 within 1 s"}
+    assert ran["late"][0] == {"error": "barrier of tp group (0, 1) on rank 0: no sign of rank 1 within 1 s"}
 
 
 def test_a_rank_that_never_joins_is_a_timeout(ran: Ran) -> None:

@@ -51,7 +51,7 @@ def test_a_rank_that_leaves_is_told_of_at_once(ran: Ran) -> None:
     left, waiting = ran["leaver"]
     assert left == {"errors": ["ChannelClosedError"]}
     assert waiting == {
-        "errors": ["all_reduce of world group (0, 1) on rank 1: rank 0 has left the group"] * 2,
+        "errors": ["all_reduce of tp group (0, 1) on rank 1: rank 0 has left the group"] * 2,
         "fast": True,
     }
 
@@ -61,7 +61,7 @@ def test_signal_handlers_run_in_the_middle_of_a_wait(ran: Ran) -> None:
 
 
 def test_all_who_are_missing_are_named(ran: Ran) -> None:
-    error = "all_gather of world group (0, 1, 2, 3) on rank {}: no sign of ranks 1, 3 within 0.3 s"
+    error = "all_gather of tp group (0, 1, 2, 3) on rank {}: no sign of ranks 1, 3 within 0.3 s"
     assert [got.get("error") for got in ran["missing"]] == [error.format(0), None, error.format(2), None]
 
 
@@ -82,5 +82,5 @@ def test_misuse_is_refused_with_a_sentence(ran: Ran) -> None:
         assert (got["value"], got["tracks"]) == ([4.0] * 4, False)
     assert [got["errors"][10:] for got in ran["misuse"]] == [
         [],
-        ["all_to_all of world group (0, 1) on rank 1: rank 0 sends 2 rows, not the 1 that are expected"],
+        ["all_to_all of tp group (0, 1) on rank 1: rank 0 sends 2 rows, not the 1 that are expected"],
     ]

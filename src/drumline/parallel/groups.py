@@ -358,7 +358,16 @@ class GroupCoordinator:
         return sizes
 
     def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Gather equal, contiguous tensors into a contiguous ``output`` [size, ...], which is allocated already."""
+        """Gather equal, contiguous tensors into a contiguous ``output`` [size, ...], which is allocated already.
+
+        ValueError if it cannot hold them.
+        """
+        count, here = self.size * tensor.numel(), output.is_contiguous() and tensor.is_contiguous()
+        if output.numel() != count or output.dtype != tensor.dtype or not here:
+            raise ValueError(
+                f"{self!r} gathers {count} elements of {tensor.dtype} into a contiguous tensor, from a contiguous one, "
+                f"not {list(tensor.shape)} into {list(output.shape)} of {output.dtype}"
+            )
         self._collectives.all_gather_into(output, tensor)
 
     def all_to_all(self, tensor: torch.Tensor, sends: Sequence[int], receives: Sequence[int]) -> torch.Tensor:
@@ -649,9 +658,10 @@ class _Joiner:
         return coordinators
 
     def _made_for(self, kind: GroupKind, ranks: tuple[int, ...]) -> tuple[Collectives, Peers | None]:
-        """What moves the bytes of a group; kinds share it where nothing tells them apart."""
+        """What moves the bytes of a group. Kinds with the same ranks and timeouts share connections; in shared memory,
+        where a group costs nothing, each has its own, and errors and reports name the kind."""
         communicates = kind in WITH_COMMUNICATOR and self.backend == "nccl"
-        own = kind is GroupKind.EPLB
+        own = kind if self.on_cpu and self._world is not None else kind is GroupKind.EPLB
         key = (ranks, own, communicates, self._timeouts.device(kind), self._timeouts.cpu(kind))
         if key not in self._made:
             if communicates and (plain := (ranks, own, False, *key[3:])) in self._made:
