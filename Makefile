@@ -25,7 +25,7 @@ JOBS ?= 2
 TORCH_VERSION := 2.13.0
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
-.PHONY: help serve install dev test test-floor check matrix chaos soak fuzz bench wheel clean
+.PHONY: help serve install dev test test-floor check matrix chaos soak fuzz search bench wheel clean
 
 help:
 	@echo 'make serve    set up .venv and serve the default model with two workers on port 8000'
@@ -36,6 +36,7 @@ help:
 	@echo 'make chaos    every process killed, stopped, broken in every phase of its life (an hour)'
 	@echo 'make soak     50,000 random requests with aborts, 100,000 messages between processes; all stays flat (minutes)'
 	@echo 'make fuzz     2,000 requests made of the description of the server (minutes)'
+	@echo 'make search   property tests with other examples than those of make test (minutes)'
 	@echo 'make bench    benchmarks (see bench/README.md)'
 	@echo 'make wheel    build dist/*.whl'
 	@echo 'make clean    remove .venv and build products'
@@ -89,6 +90,9 @@ soak: dev
 
 fuzz: dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/server/test_fuzz.py -m fuzz $(PYTEST_ARGS)
+
+search: dev
+	OMP_NUM_THREADS=1 DRUMLINE_HYPOTHESIS=search $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile -m 'hypothesis and not matrix and not fuzz' $(PYTEST_ARGS)
 
 check: dev
 	$(BIN)/ruff check src tests bench examples

@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import settings
 
 from drumline.llm.warm import warm_start
 from drumline.processes.client import originals
@@ -36,6 +37,13 @@ OURS_TO_KEEP = ("pytest-of-", "torchinductor", "hypothesis")
 """Folders of the test tools themselves; they go with the session's TMPDIR."""
 TURN_S = 300.0
 """How long a test waits for its turn: the other session's test has a limit of its own, which is far shorter."""
+
+
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("search", deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("DRUMLINE_HYPOTHESIS", "fixed"))
+"""``fixed``: the same examples in each run. ``search`` (make search): others each time; what it finds becomes an
+``@example``."""
 
 
 def _shm() -> set[str]:

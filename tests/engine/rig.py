@@ -41,6 +41,10 @@ class Rig:
     least_micro_tokens: int = 256
     memory: int | None = None
     """Bytes that the worker has for more than ordinary steps; None: nobody asks."""
+    answers_after: int = 0
+    """Turns until the worker says so."""
+    asked: tuple[int, str, int] | None = None
+    """Turns until the answer to what, and how many bytes."""
     table: PrefixTable | None = None
     """What outlives the scheduler."""
     got: dict[str, list[int]] = field(default_factory=dict)
@@ -83,10 +87,8 @@ class Rig:
         live = [request for request in before if request.decoding and request.length < request.max_length]
         plan = self.scheduler.schedule()
         self._check_order(before)
-        if self.memory is not None and (wanted := self.scheduler.wanted) is not None:
-            self._answer_wanted(*wanted)
-            if plan is None:
-                return True
+        if self.memory is not None and self._ask() and plan is None:
+            return True
         if plan is None:
             assert self.flight or not self.scheduler.has_requests, "nothing in flight, and nothing planned: a livelock"
             return False
@@ -121,14 +123,24 @@ class Rig:
             del scheduler._preempt, scheduler._admit
         assert not victims, "preempted for nothing"
 
-    def _answer_wanted(self, request_id: str, nbytes: int) -> None:
-        """What the worker says when it is asked for memory."""
+    def _ask(self) -> bool:
+        """Ask the worker for memory that is wanted, or take its answer. False if there is nothing to ask."""
+        if self.asked is None:
+            if (wanted := self.scheduler.wanted) is None:
+                return False
+            self.asked = (self.answers_after, *wanted)
+        turns, request_id, nbytes = self.asked
+        self.asked = (turns - 1, request_id, nbytes)
+        if turns:
+            return True
+        self.asked = None
         assert self.memory is not None
         if nbytes <= self.memory:
             self.scheduler.grant(request_id, nbytes)
         else:
-            for output in self.scheduler.deny(request_id, "none left"):
+            for output in self.scheduler.deny(request_id, nbytes, "none left"):
                 self.ended[output.request_id] = output
+        return True
 
     def _check_order(self, before: list[Request]) -> None:
         """Who was let in comes before all that wait; who was preempted comes after all that run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drumline.engine import admission
@@ -47,13 +47,24 @@ def used_by(plan: StepPlan, slots: dict[int, EngineRequest]) -> int:
     st.sampled_from([1, 2]),
     st.sampled_from(["fcfs", "priority"]),
     st.sampled_from([24, 64]),
+    st.integers(0, 3),
 )
+@example([(15, 3, {}), *[(33, 1, {"prompt_logprobs": 0})] * 2], 352, 1, "priority", 24, 0)
+@example([(15, 3, {}), *[(33, 1, {"prompt_logprobs": 0})] * 2], 352, 1, "fcfs", 24, 2)
 def test_no_step_needs_more_than_there_is(
-    asked: list[tuple[int, int, dict[str, int]]], memory: int, depth: int, policy: str, blocks: int
+    asked: list[tuple[int, int, dict[str, int]]], memory: int, depth: int, policy: str, blocks: int, late: int
 ) -> None:
+    """Also where those that held it have ended when the worker says that it has no more."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(admission, "ORDINARY_LOGPROBS", 3)
-        rig = Rig(memory=memory, depth=depth, policy=policy, num_blocks=blocks, max_num_batched_tokens=32)
+        rig = Rig(
+            memory=memory,
+            answers_after=late,
+            depth=depth,
+            policy=policy,
+            num_blocks=blocks,
+            max_num_batched_tokens=32,
+        )
         requests = [
             request(str(n), [(n + at) % 11 for at in range(length)], tokens, priority=n % 3, **more)
             for n, (length, tokens, more) in enumerate(asked)
@@ -96,5 +107,5 @@ def test_who_ended_while_it_waits_for_memory_is_forgotten() -> None:
     assert rig.scheduler.wanted == ("a", 2 * COSTS.row_bytes + 4)
     rig.scheduler.abort(["a"])
     assert rig.scheduler.wanted is None
-    assert rig.scheduler.deny("a", "late") == []
+    assert rig.scheduler.deny("a", 24, "late") == []
     rig.run(request("b", [1, 2]))

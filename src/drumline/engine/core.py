@@ -313,7 +313,7 @@ class EngineCore:
             if error.type_name.rpartition(".")[2] not in MEMORY_ERRORS:
                 raise
             log.warning("request %s waits for %d bytes that are not there: %s", request_id, nbytes, error.message)
-            self._unsent += self._scheduler.deny(request_id, f"{error.report.role}: {error.message}")
+            self._unsent += self._scheduler.deny(request_id, nbytes, f"{error.report.role}: {error.message}")
         else:
             self._scheduler.grant(request_id, nbytes)
 

@@ -186,7 +186,7 @@ class Scheduler:
         self._wanted: tuple[str, int] | None = None
         self._granted: tuple[str, int] = ("", 0)
         self._denied: int | None = None
-        """Bytes that those that ran held when the head of the queue was denied what it wanted."""
+        """Bytes that steps cannot have: denied to the head of the queue, for itself and those that ran."""
         self.pool = pool
         self._identity = identity
         self._requests: dict[str, Request] = {}
@@ -275,15 +275,15 @@ class Scheduler:
         """The workers have it."""
         self._wanted, self._granted, self._denied = None, (request_id, nbytes), None
 
-    def deny(self, request_id: str, reason: str) -> list[RequestOutput]:
-        """They have not; the request's end, if it wanted it for itself alone."""
+    def deny(self, request_id: str, nbytes: int, reason: str) -> list[RequestOutput]:
+        """They have not so many bytes; the request's end, if it needs them alone. (Who ran when they were asked for may
+        have ended meanwhile.)"""
         self._wanted = None
         request = self._requests.get(request_id)
         if request is None:
             return []
-        held = self._extra_bytes()
-        if held:
-            self._denied = held
+        if nbytes > self._sum([self._extra(request)]):
+            self._denied = nbytes
             return []
         output = RequestOutput(
             request_id=request_id,
@@ -301,13 +301,13 @@ class Scheduler:
         if self._costs is None or not (own := self._extra(request)):
             return True
         held = self._extra_bytes()
-        if self._denied is not None:
-            if held >= self._denied:
-                return False
-            self._denied = None
         needed = self._extra_bytes(own)
         if needed <= held:
             return True
+        if self._denied is not None:
+            if held and needed >= self._denied:
+                return False
+            self._denied = None
         if self._granted[0] == request.id and needed <= self._granted[1]:
             return True
         self._wanted = request.id, needed
@@ -315,9 +315,12 @@ class Scheduler:
 
     def _extra_bytes(self, *more: Extra) -> int:
         """Of all that run, and ``more``."""
-        assert self._costs is not None
         extras = [self._extra(request) for request in chain(self._decoding, self._prefilling)]
-        return extra_bytes([*extras, *more], self._costs, most_rows=MAX_SCORED, most_values=MAX_SCORED_VALUES)
+        return self._sum([*extras, *more])
+
+    def _sum(self, extras: list[Extra]) -> int:
+        assert self._costs is not None
+        return extra_bytes(extras, self._costs, most_rows=MAX_SCORED, most_values=MAX_SCORED_VALUES)
 
     @staticmethod
     def _extra(request: Request) -> Extra:
