@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import tracemalloc
@@ -12,7 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drumline.errors import TransportError
-from drumline.transport import BroadcastQueue, Doorbell, QueueWriter, RingReader, RingWriter, SharedMemory, Waiter
+from drumline.transport import (
+    BroadcastQueue,
+    CodecRegistry,
+    Doorbell,
+    MessageQueue,
+    QueueWriter,
+    RingReader,
+    RingWriter,
+    SharedMemory,
+    Waiter,
+)
 from drumline.transport import native as machine
 from drumline.transport.compiled import READY
 from drumline.transport.doorbell import DOORBELL_BYTES
@@ -251,3 +262,73 @@ def test_nothing_is_held_by_calls() -> None:
         tracemalloc.stop()
     assert sys.getrefcount(data) == before
     assert abs(sys.getrefcount(None) - none) < 100
+
+
+def test_a_receive_takes_sleeps_and_says_how_a_sleep_ended() -> None:
+    sender, reader, _ = ends("native", "native", 64, 4, 2**32 - 2)
+    waiter = Waiter.create()
+    bell = waiter.ringer(1)
+    receive = reader.receiver(waiter._bell)
+    assert receive is not None
+    seen = waiter.look()
+    assert sender.write_small(b"one", 3)
+    assert receive(seen, 0) == b"one"
+    assert reader.taken(b"one", keep) == (3, b"one")
+    assert receive(seen, 1_000_000) == machine.LATE
+    bell.ring()
+    assert receive(seen, 10**10) is None  # rung for something else: whoever waits looks at everything
+
+    noted: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        assert sender.write_small(b"two", 4)  # and nobody rings
+        noted.append(number)
+
+    previous = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        assert receive(waiter.look(), 10**10) == machine.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert noted
+    assert receive(0, 0) == b"two"  # what came meanwhile is there for the next look
+
+    def send() -> None:
+        while not waiter._bell.sleepers:
+            pass
+        assert sender.write_small(b"three", 5)
+        bell.ring()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert receive(waiter.look(), 10**10) == b"three"
+    thread.join()
+    waiter.close()
+    assert receive(seen, 10**10) == machine.CLOSED
+    bell.close()
+
+
+@pytest.mark.parametrize("way", ["native", "python"])
+def test_a_queue_counts_what_it_finds_without_a_ring(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setenv(machine.NO_NATIVE_VARIABLE, "0" if way == "native" else "1")
+    monkeypatch.setattr("drumline.transport.waiter.RECHECK_S", 0.2)
+    with MessageQueue(1) as queue, MessageQueue.attach(queue.handles[0]) as reader:
+        reader._waiter.predictor = None
+        assert (reader._sleep is not None) is (way == "native")
+        local = queue._local
+        assert local is not None
+
+        def send() -> None:
+            while not reader._waiter._bell.sleepers:
+                pass
+            kind, parts, _ = CodecRegistry().encode("silent")
+            assert local._writer._ring.try_write(parts, kind)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        assert reader.dequeue(timeout=20) == "silent"
+        thread.join()
+        assert reader._waiter.lost_wakes == 1
+        queue.enqueue(1)
+        assert reader.dequeue(timeout=20) == 1
+        assert reader._waiter.lost_wakes == 1

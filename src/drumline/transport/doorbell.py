@@ -52,7 +52,15 @@ from collections.abc import Iterable
 from drumline.errors import ChannelClosedError
 from drumline.transport import native
 from drumline.transport.fence import fence, no_order, order
-from drumline.transport.futex import futex_number, futex_or_none, futex_wait, wait_arguments, wake_arguments, wake_call
+from drumline.transport.futex import (
+    LONGEST_WAIT_S,
+    futex_number,
+    futex_or_none,
+    futex_wait,
+    wait_arguments,
+    wake_arguments,
+    wake_call,
+)
 from drumline.transport.memory import SharedMemory
 
 __all__ = ["DOORBELL_BYTES", "OWNER_RINGER", "Doorbell", "futex_number", "ring_all"]
@@ -69,6 +77,10 @@ _MASK = 0xFFFFFFFF
 _SHORT_NAP_S = 50e-6
 _LONG_NAP_S = 10e-3
 _LONGEST_LOOK_S = 0.05
+_RISE_S = 0.5
+"""How long a bell that is closed waits for those who sleep on it."""
+_kept: list[memoryview] = []
+"""Memory of bells that somebody may still sleep on."""
 
 
 class Doorbell:
@@ -98,9 +110,11 @@ class Doorbell:
         self.native_address, self._native = native.words(native.BELL_WORDS)
         """Where machine code finds what it needs to ring this bell. It takes the values between the counter's."""
         self._native[native.BELL_ADDRESS], self._native[native.BELL_COUNTER] = address, start + 256
+        self._native[native.BELL_FUTEX] = self._number or 0
+        code = native.native() if self._number is not None else None
+        self._sleep = code.sleeper(self.native_address) if code is not None else None
         self.parts = self.words, self._counter, self._wake
         """What :func:`ring_all` needs, in one look."""
-        self._sleepers = 0
         self._sleepers_lock = threading.RLock()  # a signal handler may wait, too
 
     @classmethod
@@ -116,6 +130,16 @@ class Doorbell:
     @roomy.setter
     def roomy(self, roomy: bool) -> None:
         self.words[_CORES] = _ROOMY if roomy else _CROWDED
+
+    @property
+    def sleeps_natively(self) -> bool:
+        """Whether who waits here sleeps in machine code."""
+        return self._sleep is not None
+
+    @property
+    def sleepers(self) -> int:
+        """How many threads of this process sleep here now, or are about to, or about to rise."""
+        return self._native[native.BELL_SLEEPERS]
 
     def value(self) -> int:
         """The word now (uint32). Read it before you check what you wait for; ChannelClosedError once closed."""
@@ -147,24 +171,38 @@ class Doorbell:
         """
         if timeout_s <= 0:
             return True
+        if self._sleep is not None:
+            how = self._sleep(seen, int(min(timeout_s, LONGEST_WAIT_S) * 1e9))
+            if how:
+                self._explain(how)
+            return how == native.LATE
         if self._number is None:
             return self._look(seen, timeout_s)
         words, lock = self.words, self._sleepers_lock
         try:
             # What a signal handler raises in here may leave the count too high, never too low: calls for nothing
             with lock:  # two calls would be quicker, but a handler may raise between the first and its "try"
-                self._sleepers += 1
+                self._native[native.BELL_SLEEPERS] += 1
                 words[_ASLEEP] = 1
             try:
                 fence()
                 return words[0] == seen and futex_wait(self._wait, seen, timeout_s)
             finally:
                 with lock:
-                    self._sleepers -= 1
-                    if not self._sleepers:
+                    self._native[native.BELL_SLEEPERS] -= 1
+                    if not self._native[native.BELL_SLEEPERS]:
                         words[_ASLEEP] = 0
         except ValueError:
             raise ChannelClosedError("this doorbell is closed") from None
+
+    @staticmethod
+    def _explain(how: int) -> None:
+        """Raise if a sleep ended in a way that it should not."""
+        if how == native.CLOSED:
+            raise ChannelClosedError("this doorbell is closed")
+        if how <= native.ERRNO:
+            code = native.ERRNO - how
+            raise OSError(code, f"futex wait: {os.strerror(code)}")
 
     def _look(self, seen: int, timeout_s: float) -> bool:
         """The wait without a futex: naps. Ends early, so that what a signal handler has noted is looked at."""
@@ -178,9 +216,21 @@ class Doorbell:
             nap = min(nap * 1.5, _LONG_NAP_S)
         return False
 
+    def _wake_sleepers(self) -> None:
+        """None of this process may be inside of ``sleep`` when the memory goes."""
+        self.ring()
+        deadline = time.monotonic() + _RISE_S
+        while self.sleepers:
+            if time.monotonic() > deadline:  # in a forked child: they are the parent's
+                _kept.append(memoryview(self._memory.mapping()))
+                return
+            time.sleep(_SHORT_NAP_S)
+
     def close(self) -> None:
-        """Let go of the word; the memory too, if it was attached. Idempotent."""
+        """Let go of the word; the memory too, if it was attached. Idempotent. Who sleeps here is woken and awaited."""
         self._native[native.BELL_ADDRESS] = 0
+        if self._sleep is not None and self.sleepers:
+            self._wake_sleepers()
         self.words.release()
         self._wait = wait_arguments(self._number or 0, 0)
         if self._own_memory:

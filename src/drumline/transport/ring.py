@@ -575,15 +575,16 @@ class RingReader:
         self._word = (2 + index) * WORDS
         if self._words[self._word] != start_of(buf):
             raise TransportError(f"this ring has had a reader {index} before")
-        address, self._state = native.words(native.READER_WORDS)
+        self._address, self._state = native.words(native.READER_WORDS)
         native.describe(self._state, buf, layout)
         self._state[native.OWN_WORD] = self._word
         self._read = self._words[self._word]
         code = native.native()
-        self._native_take = code.taker(address) if code is not None else None
+        self._native_take = code.taker(self._address) if code is not None else None
         self.on_due: Callable[[int], None] | None = None
         """Told when the next message is due, by each message that says it."""
-        self._current: Message | None = None
+        self.current: Message | None = None
+        """The one that must be released before the next is taken."""
         self._partial: memoryview | None = None
         self._filled = 0
         self._taking: Taking | None = None
@@ -616,22 +617,37 @@ class RingReader:
         message is gone. It must not use this reader, nor keep ``data``.
         """
         take = self._native_take
-        if take is not None and self._current is None:
+        if take is not None and self.current is None:
             found = take()
             if found is None:
                 return None
             if type(found) is bytes:
-                self._partial = None
-                state = self._state
-                if state[_WANTS] and self._on_wanted is not None:
-                    self._on_wanted()
-                due = state[_DUE]
-                if due and self.on_due is not None:
-                    self.on_due(due)
-                return (decode(state[_KIND], memoryview(found), ()),)
+                return (self.taken(found, decode),)
             if found == native.WRONG:
                 self.rereads += 1
         return self._receive(decode)
+
+    def taken(self, found: bytes, decode: Callable[[int, memoryview, Sequence[memoryview]], T]) -> T:
+        """What ``decode`` makes of a message that machine code has just taken."""
+        self._partial = None
+        state = self._state
+        if state[_WANTS] and self._on_wanted is not None:
+            self._on_wanted()
+        due = state[_DUE]
+        if due and self.on_due is not None:
+            self.on_due(due)
+        return decode(state[_KIND], memoryview(found), ())
+
+    def receiver(self, bell: Doorbell) -> native.Receive | None:
+        """``receive(seen, nanoseconds)`` in machine code, see :meth:`native.Native.receiver`; None: there is none here.
+
+        Not while a message that was polled is not released. What it has taken goes to :meth:`taken`.
+        """
+        code = native.native()
+        if code is None or not bell.sleeps_natively:
+            return None
+        self._state[native.READER_BELL] = bell.native_address
+        return code.receiver(self._address)
 
     def _receive(self, decode: Callable[[int, memoryview, Sequence[memoryview]], T]) -> tuple[T] | None:
         if self._own is not None:
@@ -639,7 +655,7 @@ class RingReader:
         read = self._read
         if self._words[WRITTEN] == read:
             return None
-        if self._current is None:
+        if self.current is None:
             if order is not no_order:
                 order()
             data = self._data
@@ -673,6 +689,10 @@ class RingReader:
         finally:
             message.release()
 
+    def has_next(self) -> bool:
+        """Something is there to read."""
+        return self._words[WRITTEN] != self._read
+
     def poll(self) -> Message | None:
         """The next message, or None. It must be released before the next call.
 
@@ -682,7 +702,7 @@ class RingReader:
             read = self._read
             if self._words[WRITTEN] == read:
                 return None
-            if self._current is not None:
+            if self.current is not None:
                 raise TransportError("release a message before you take the next one")
             order()
             data = self._data
@@ -700,11 +720,11 @@ class RingReader:
             if not (buffers or rest):
                 message = Message(self, kind, payload, count, due)
                 self._partial = None
-                self._current = message
+                self.current = message
                 return message
             found = self._take_piece(kind, due, payload, count, buffers, rest)
             if found is not None:
-                self._current = found
+                self.current = found
                 return found
 
     def _look_again(self, at: int) -> tuple[int, int, int, int, int, memoryview]:
@@ -808,7 +828,7 @@ class RingReader:
             if message is not None:
                 message._count = -1
                 message.piece = b""
-                self._current = self._own = self._partial = None
+                self.current = self._own = self._partial = None
         self._taking = None
         try:
             fence()

@@ -33,7 +33,7 @@ import threading
 import time
 from collections.abc import Callable
 from random import uniform
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from drumline.errors import ChannelClosedError
 from drumline.platforms import host
@@ -42,6 +42,9 @@ from drumline.transport.fence import no_order, order
 from drumline.transport.futex import sharpen_sleeps
 from drumline.transport.memory import SharedMemory
 from drumline.transport.spin import SpinPredictor, from_due
+
+if TYPE_CHECKING:
+    from drumline.transport.ring import RingReader
 
 RECHECK_S = 5.0
 """Longest sleep in seconds before the conditions are looked at again."""
@@ -93,8 +96,13 @@ class Waiter:
         """The last wait, its end and when it would have watched. The predictor learns of it when the next wait begins:
         then nobody waits for that."""
         self._count_cores()
+        self._draw_recheck()
         self.lost_wakes = 0
         """Times that looking again after 5 s without a ring found something: a missing ring somewhere. Must be 0."""
+
+    def _draw_recheck(self) -> None:
+        self.recheck_s = RECHECK_S * uniform(LEAST_RECHECK, 1.0)
+        """Longest sleep until the next look."""
 
     @classmethod
     def create(cls, name: str = "waiter", computing: int = 0) -> Waiter:
@@ -208,9 +216,25 @@ class Waiter:
                     if ready:
                         continue
             whole = left == RECHECK_S
-            if whole:
-                left *= uniform(LEAST_RECHECK, 1.0)
-            overslept = bell.wait(seen, left) and whole and bell.value() == seen
+            overslept = bell.wait(seen, self.recheck_s if whole else left) and whole and bell.value() == seen
+            if overslept:
+                self._draw_recheck()
+
+    def receiver(self, ring: RingReader) -> Callable[[int, int], Any] | None:
+        """How to sleep here for the next message of a ring, see :meth:`RingReader.receiver`; None: in :meth:`wait`."""
+        return ring.receiver(self._bell) if self.predictor is None else None
+
+    def found_late(self, seen: int) -> None:
+        """Something was found when the time for :attr:`lost_wakes` was over, and the bell had been ``seen``."""
+        if self._bell.value() == seen:
+            self.lost_wakes += 1
+
+    def look(self) -> int:
+        """The bell now: what is changed from here on ends a sleep that was told of it. ChannelClosedError if closed."""
+        seen = self._bell.value()
+        if order is not no_order:
+            order()
+        return seen
 
     def _nap(self, predictor: SpinPredictor, seen: int, start: int, left: float) -> tuple[bool, tuple[int, int] | None]:
         """Sleep until a message is nearly due. Whether to look at everything again; from when to when to watch then.
