@@ -16,27 +16,32 @@ from driver import ROWS, drumline_plan, main, make_payload, vllm_step
 
 class DrumlineWorker:
     def __init__(self, context: Any) -> None:
+        from drumline.plan.step import StepOutput, ints
+
         self.rank = context.rank
+        self.ints, self.output = ints, StepOutput
 
     def nothing(self, message: Any) -> int:
         return 1
 
     def execute_model(self, plan: Any) -> Any:
-        from drumline.plan.step import StepOutput, ints
-
+        ints = self.ints
         slots = ints(plan.slots)
         positions = ints(plan.num_computed) + ints(plan.num_tokens)
-        ends, blocks, source = np.cumsum(ints(plan.block_counts)), ints(plan.blocks), ints(plan.token_source)
+        ends, blocks, source = ints(plan.block_counts).cumsum(), ints(plan.blocks), ints(plan.token_source)
         assert len(positions) == len(source) == ROWS
         assert ends[-1] == len(blocks)
-        return StepOutput(plan.step, slots.tobytes(), positions.astype(np.int32).tobytes())
+        return self.output(plan.step, slots.tobytes(), positions.astype(np.int32).tobytes())
 
 
 class VllmWorker:
     """By the ``worker_cls`` of vLLM's configuration."""
 
     def __init__(self, rank: int, **kwargs: Any) -> None:
+        from vllm.v1.outputs import ModelRunnerOutput
+
         self.rank = rank
+        self.output = ModelRunnerOutput
 
     def init_device(self) -> None: ...
 
@@ -50,8 +55,6 @@ class VllmWorker:
         return 1
 
     def execute_model(self, step: Any) -> Any:
-        from vllm.v1.outputs import ModelRunnerOutput
-
         cached = step.scheduled_cached_reqs
         ids, scheduled = cached.req_ids, step.num_scheduled_tokens
         positions = np.array(cached.num_computed_tokens, np.int32)
@@ -60,7 +63,7 @@ class VllmWorker:
         assert len(positions) == ROWS
         assert len(blocks) == ROWS // 16
         rows = range(ROWS)
-        return ModelRunnerOutput(ids, dict(zip(ids, rows, strict=True)), [[token] for token in positions.tolist()])
+        return self.output(ids, dict(zip(ids, rows, strict=True)), [[token] for token in positions.tolist()])
 
 
 class Drumline:

@@ -33,6 +33,8 @@ _NATIVE = sys.byteorder == "little" and array("i").itemsize == 4
 BY_VALUE = -1
 """``token_source`` of a row whose input tokens stand in the slot's token buffer already (prompt, or recomputed)."""
 
+_INT32 = np.dtype("<i4")
+
 
 def pack(values: Sequence[int] | Ints) -> bytes:
     """Pack integers as little-endian int32. OverflowError if one does not fit."""
@@ -40,12 +42,12 @@ def pack(values: Sequence[int] | Ints) -> bytes:
         return array("i", values).tobytes()  # a third of what numpy takes for 256 numbers
     if _NATIVE and isinstance(values, np.ndarray) and values.dtype == np.int32:
         return values.tobytes()
-    return np.asarray(values, dtype="<i4").tobytes()
+    return np.asarray(values, _INT32).tobytes()
 
 
 def ints(data: bytes | memoryview) -> Ints:
     """A read-only int32 array over packed integers, without a copy."""
-    return np.frombuffer(data, dtype="<i4")
+    return np.frombuffer(data, _INT32)
 
 
 class SlotStart(msgspec.Struct, array_like=True, gc=False):
