@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -332,3 +333,24 @@ def test_a_queue_counts_what_it_finds_without_a_ring(monkeypatch: pytest.MonkeyP
         queue.enqueue(1)
         assert reader.dequeue(timeout=20) == 1
         assert reader._waiter.lost_wakes == 1
+
+
+ASLEEP_AT_THE_END = """
+import threading, time
+from drumline import MessageQueue
+
+queue = MessageQueue(1)
+reader = MessageQueue.attach(queue.handles[0])
+reader._waiter.predictor = None
+for sleep in (reader.dequeue, lambda: queue._waiter.wait(lambda: None)):
+    threading.Thread(target=sleep, daemon=True).start()
+while not (reader._waiter._bell.sleepers and queue._waiter._bell.sleepers):
+    time.sleep(0.001)
+print("bye")
+"""
+
+
+def test_a_program_may_end_while_its_daemon_threads_sleep() -> None:
+    """They never come back from there: Python ends them when they ask for its lock."""
+    done = subprocess.run([sys.executable, "-c", ASLEEP_AT_THE_END], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "bye\n", "")
