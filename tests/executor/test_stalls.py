@@ -229,8 +229,8 @@ def test_a_rank_that_does_not_come_to_a_collective(make: Make) -> None:
     executor.collective_rpc("total")
     report = hang_of(executor, lambda: executor.collective_rpc("third"))
     assert report.rank == 1
-    waits = re.search(r"waits in all_reduce (\d+) of ranks 0, 1, 2 for rank 1", block_of(report, 0))
-    comes = re.search(r"has come to collective (\d+) of ranks 0, 1, 2", block_of(report, 1))
+    waits = re.search(r"waits in all_reduce (\d+) of tp ranks 0, 1, 2 for rank 1", block_of(report, 0))
+    comes = re.search(r"has come to collective (\d+) of tp ranks 0, 1, 2", block_of(report, 1))
     assert waits is not None
     assert comes is not None
     assert int(waits[1]) == int(comes[1]) + 1
@@ -256,7 +256,7 @@ def test_a_stage_that_sends_nothing() -> None:
     with Executor.get_class(config)(config) as executor:
         report = hang_of(executor, lambda: executor.execute_model(Plan(step=-60)))  # type: ignore[arg-type]
         assert report.rank == 0
-        assert "waits in recv of ranks 0, 1 for rank 0" in block_of(report, 1)
+        assert "waits in recv of pp ranks 0, 1 for rank 0" in block_of(report, 1)
         assert "does not come where rank 1 waits" in report.text()
         assert "in execute_model" in block_of(report, 0)
 

@@ -115,9 +115,9 @@ def test_dicts(ran: Ran, name: str) -> None:
 def test_numbers(result: Any) -> None:
     assert result["changed"] == [True] * 3
     assert result["texts"] == [
-        [0, "has given all_reduce 5 of ranks 0, 1, 2 to its device", []],
-        [1, "has given all_reduce 6 of ranks 0, 1, 2 to its device; behind: 0", [0]],
-        [2, "has given all_reduce 6 of ranks 0, 1, 2 to its device; behind: 0", [0]],
+        [0, "has given all_reduce 5 of tp ranks 0, 1, 2 to its device", []],
+        [1, "has given all_reduce 6 of tp ranks 0, 1, 2 to its device; behind: 0", [0]],
+        [2, "has given all_reduce 6 of tp ranks 0, 1, 2 to its device; behind: 0", [0]],
     ]
 
 

@@ -26,6 +26,7 @@ class Standing:
     """One rank in one group."""
 
     rank: int
+    kind: GroupKind
     ranks: tuple[int, ...]
     """Of the group."""
     number: int
@@ -38,8 +39,8 @@ class Standing:
     """``number`` counts what the rank gave to its device; ``operation`` is the last of it, whoever is waited for."""
 
     def text(self) -> str:
-        """``waits in all_reduce 812 of ranks 0, 1 for rank 1`` or ``has come to collective 811 of ranks 0, 1``."""
-        group = f"ranks {listed(self.ranks)}"
+        """``waits in all_reduce 812 of tp ranks 0, 1 for rank 1``, ``has come to collective 811 of tp ranks 0, 1``."""
+        group = f"{self.kind.value} ranks {listed(self.ranks)}"
         if self.on_device:
             behind = f"; behind: {listed(self.waits_for)}" if self.waits_for else ""
             return f"has given {self.operation} {self.number} of {group} to its device{behind}"
@@ -67,7 +68,7 @@ class Standings:
         self._boxes = boxes = Boxes(layout.size)
         self._map = mmap.mmap(fd, boxes.control_bytes, prot=mmap.PROT_READ)
         self._words = memoryview(self._map).cast("I")
-        self._groups = {(kind, group) for kind, groups in layout.groups.items() for group in groups if len(group) > 1}
+        self._groups = [(kind, group) for kind, groups in layout.groups.items() for group in groups if len(group) > 1]
 
     def words(self, rank: int) -> bytes:
         """All words that a rank writes: if they change, it goes on."""
@@ -77,7 +78,7 @@ class Standings:
         return b"".join(words[place : place + 4].tobytes() for place in at)
 
     def read(self) -> list[Standing]:
-        """All ranks in all groups in which anything has happened, in rank order."""
+        """All ranks in all groups in which anything has happened, in the order of ranks, groups and kinds."""
         found = []
         for kind, group in self._groups:
             found += self._of_group(kind, group)
@@ -106,6 +107,7 @@ class Standings:
             standings.append(
                 Standing(
                     rank=rank,
+                    kind=kind,
                     ranks=tuple(group),
                     number=number,
                     operation=operation,
@@ -121,6 +123,7 @@ class Standings:
         return [
             Standing(
                 rank=rank,
+                kind=kind,
                 ranks=tuple(group),
                 number=number,
                 operation=OPERATIONS[min(words[at[rank] + 1], OTHER)],
@@ -143,7 +146,14 @@ class Standings:
         for operation, place, peer in ends:
             if words[place // 4 + 1]:
                 standings.append(
-                    Standing(rank=rank, ranks=group, number=words[place // 4], operation=operation, waits_for=(peer,))
+                    Standing(
+                        rank=rank,
+                        kind=GroupKind.PP,
+                        ranks=group,
+                        number=words[place // 4],
+                        operation=operation,
+                        waits_for=(peer,),
+                    )
                 )
         return standings
 
