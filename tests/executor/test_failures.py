@@ -430,7 +430,7 @@ def test_questions_after_the_shutdown(make: Make, backend: str) -> None:
 
 @pytest.mark.parametrize("timeout", [None, 0.3])
 def test_a_failure_while_a_rank_is_in_an_earlier_call(make: Make, timeout: float | None) -> None:
-    executor = make("mp", 2, failure_grace_s=0.5)
+    executor = make("mp", 2, failure_grace_s=1.5)
     earlier = executor.collective_rpc("sleep", (2.5, 1), non_block=True, expected_s=60)
     failing = [executor.collective_rpc(boom, non_block=True, timeout=timeout) for _ in range(3)]
     start = time.monotonic()
