@@ -395,6 +395,8 @@ class SupervisorCore:
                 self._fail(record, event.report)
             case ConnectionEnded():
                 record.connected = False
+                if record.told and not record.pid:
+                    record.report = record.report or self.server  # who was asked for too late
                 self._sign(record, event.wall)
             case ProcessEnded():
                 record.ended_at = record.ended_at or self._now
