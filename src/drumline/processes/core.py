@@ -395,8 +395,8 @@ class SupervisorCore:
                 self._fail(record, event.report)
             case ConnectionEnded():
                 record.connected = False
-                if record.told and not record.pid:
-                    record.report = record.report or self.server  # who was asked for too late
+                if self.server is not None and record.told and not record.pid:  # it was asked for too late
+                    self._fail(record, self.server)
                 self._sign(record, event.wall)
             case ProcessEnded():
                 record.ended_at = record.ended_at or self._now
