@@ -7,6 +7,7 @@ import os
 import queue
 import resource
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,15 +17,20 @@ from drumline.errors import StartupError
 from drumline.processes import EventKind
 from drumline.processes import messages as m
 from drumline.processes.connection import Connection
-from drumline.processes.linux import children_of
+from drumline.processes.linux import children_of, process_state
 from tests.processes.conftest import House
 from tests.processes.test_spare import wait_gone
 
 
 @contextlib.contextmanager
 def room_for(pid: int, descriptors: int) -> Iterator[None]:
-    """The process can open so many more."""
-    used = {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    """The process can open so many more. It is looked at while it waits, and has none open that are soon closed."""
+    used: set[int] = set()
+    deadline = time.monotonic() + 5
+    while not used or (pid != os.getpid() and process_state(pid) != "S"):
+        assert time.monotonic() < deadline, "it never waits"
+        if pid == os.getpid() or process_state(pid) == "S":
+            used = {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
     limit = 0
     while descriptors or limit in used:
         descriptors -= limit not in used

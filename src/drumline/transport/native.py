@@ -667,9 +667,8 @@ up:
   ret i64 %how
 }
 
-define ptr @sleep_call(ptr %self, ptr %args, i64 %arguments) {
+define internal i64 @sleep_as_asked(ptr %b, ptr %args) {
 entry:
-  %b = call ptr @PyCapsule_GetPointer(ptr %self, ptr null)
   %seen.object = load ptr, ptr %args
   %seen.wide = call i64 @PyLong_AsUnsignedLongMask(ptr %seen.object)
   %seen = trunc i64 %seen.wide to i32
@@ -677,6 +676,13 @@ entry:
   %time.object = load ptr, ptr %time.at
   %time = call i64 @PyLong_AsUnsignedLongMask(ptr %time.object)
   %how = call i64 @sleep(ptr %b, i32 %seen, i64 %time)
+  ret i64 %how
+}
+
+define ptr @sleep_call(ptr %self, ptr %args, i64 %arguments) {
+entry:
+  %b = call ptr @PyCapsule_GetPointer(ptr %self, ptr null)
+  %how = call i64 @sleep_as_asked(ptr %b, ptr %args)
   %said = call ptr @PyLong_FromLong(i64 %how)
   ret ptr %said
 }
@@ -693,13 +699,7 @@ wait:
   call void @Py_DecRef(ptr %object)
   %bell.at = getelementptr i8, ptr %r, i64 $AT_READER_BELL
   %b = load ptr, ptr %bell.at
-  %seen.object = load ptr, ptr %args
-  %seen.wide = call i64 @PyLong_AsUnsignedLongMask(ptr %seen.object)
-  %seen = trunc i64 %seen.wide to i32
-  %time.at = getelementptr ptr, ptr %args, i64 1
-  %time.object = load ptr, ptr %time.at
-  %time = call i64 @PyLong_AsUnsignedLongMask(ptr %time.object)
-  %how = call i64 @sleep(ptr %b, i32 %seen, i64 %time)
+  %how = call i64 @sleep_as_asked(ptr %b, ptr %args)
   %rung = icmp eq i64 %how, 0
   br i1 %rung, label %again, label %other
 again:
